@@ -122,8 +122,8 @@ def build_target(node: Mapping[str, Any], key: str) -> Any:
 def build_net(model: ModelConfig) -> nn.Module:
     """Build the net of a model group with its initial weights, on torch's default device.
 
-    The weights depend on the state of torch's random generator, which the caller seeds. Raises any
-    exception that the class of the net raises.
+    The weights depend on the state of torch's random generator, which the caller seeds. Raises what
+    the class of the net raises, but a ConfigError for a FileNotFoundError.
     """
     return build_target(model.node(), "model")
 

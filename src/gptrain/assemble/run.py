@@ -264,7 +264,7 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
 
 
 def check_shared(run_dir: str, rank: int) -> None:
-    """Raise a ConfigError if a rank does not see the record of rank 0's lock. Collective.
+    """Raise a ConfigError on all ranks if one does not see rank 0's file `run_id`. Collective.
 
     Waits up to ten seconds, because a network file system shows new files late.
     """

@@ -83,6 +83,7 @@ class CheckpointStore:
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
+            RuntimeError: In the same way, for any other error, as for a `rest` that no file holds.
             ValueError: If the store has no `run_id`.
         """
         from gptrain.checkpoints.save import Save
@@ -102,7 +103,7 @@ class CheckpointStore:
         return self.unfinished is not None and not self.unfinished.is_writing
 
     def finish(self) -> None:
-        """Turn the save in the background, if any, into a checkpoint. Collective, as `save`."""
+        """Make a checkpoint of the save in the background, if any. Collective, fails as `save`."""
         if self.unfinished is None:
             return
         save, self.unfinished = self.unfinished, None

@@ -160,7 +160,7 @@ class SavedTensors:
 
 
 def open_file(path: Path) -> Any:
-    """Open a safetensors file. Raises a DamagedCheckpointError if the file is none."""
+    """Open a safetensors file. A DamagedCheckpointError if it is none; else as `open_regular`."""
     open_regular(path).close()  # raises for a pipe, for which safetensors would wait
     try:
         return safe_open(path, framework="pt")

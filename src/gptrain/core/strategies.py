@@ -165,10 +165,10 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Number of ranks along each axis of the device mesh: data x context x tensor x pipeline.
+    """Number of ranks along each axis of the device mesh, pipeline x data x context x tensor.
 
-    `context` ranks share a sequence. `replicas`, which divide `data`, are copies of the sharded
-    net.
+    `context` ranks share a sequence. `replicas`, which must divide `data`, is the number of copies
+    of the sharded net, and no further axis.
     """
 
     data: int = 1

@@ -262,10 +262,10 @@ class EvalBatches:
 
 
 def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) -> list[int]:
-    """Return how many samples of each part of a dataset a limited evaluation reads.
+    """Return how many samples of each part of a dataset an evaluation reads, the first of the part.
 
-    They are the first samples of the part, those in its first `limit` full batches, or a fraction
-    of its batches, of which at least one is read. The set is the same on any number of ranks.
+    They fill `limit` batches if it is an int. A float is a fraction of the part's batches, of which
+    at least one is read; None reads all. The set is the same on any number of ranks.
     """
     if limit is None:
         return list(lengths)

@@ -44,9 +44,9 @@ class BatchDataset(Dataset):
 
 
 class WrappedDataset(Dataset):
-    """Base class of datasets that read the samples of another one, and have its attributes.
+    """Dataset with the attributes of another one, and its samples or those of the list `samples`.
 
-    `name` is the config key of the dataset, for error messages. `samples` replaces its samples.
+    `name` is the config key of the dataset, for error messages.
     """
 
     def __init__(self, dataset: Any, name: str, samples: Any = None):

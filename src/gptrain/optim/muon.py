@@ -193,13 +193,13 @@ def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
 def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
     """Orthogonalize matrices, divide the work among the ranks, and return this rank's shards.
 
-    The ranks exchange shards, so that each has some full matrices, and then the results. All ranks
-    of the mesh must call it.
+    The ranks of the DTensors' mesh, or for plain tensors of `replicas`, exchange shards, so that
+    each has some full matrices, and then the results. All of them must call it.
 
     Args:
-        matrices: Matrices of one shape and one sharding, DTensors or plain ones that are identical
-            on all ranks of `replicas`, which divide the work for them.
-        replicas: Mesh of these ranks. None: no other rank.
+        matrices: Matrices of one shape, at least one: DTensors of one sharding, or plain tensors
+            that are identical on all ranks of `replicas`.
+        replicas: Mesh that divides the work for plain tensors. None: this rank does all of it.
 
     Returns:
         The stack (N, rows, columns) of the local shards, in the dtype of `native_dtype`.

@@ -227,7 +227,10 @@ class Comparison:
 
 
 def first_difference(expected: Tensors, found: Tensors) -> str:
-    """Return "<name> differs" for the first tensor that differs from the expected one, or ""."""
+    """Return "<name> differs" for the first tensor in `found` that is not as expected, or "".
+
+    `expected` may hold more. TOLERANCES has the allowed difference, by torch's default dtype.
+    """
     tolerance = TOLERANCES[torch.get_default_dtype()]
     pairs = {name: (_comparable(expected[name]), _comparable(found[name])) for name in found}
     scales = {

@@ -86,7 +86,10 @@ class Pipeline(Parallel):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Let the first rank alone count the tied and the extra parameters in the gradient norm."""
+        """As `Parallel.prepare`; the norm counts tied and extra parameters on the first rank only.
+
+        Extra ones are those of the module outside its net, which every rank holds.
+        """
         super().prepare(module, optimizer)
         shared = {*self.tied_parameters, *self.extra_parameters}
         self.counted_on_other_stage = shared if self.rank else set()

@@ -108,7 +108,10 @@ def main() -> None:
 
 
 def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
-    """Print the plan of a run with the words that the user typed, or the faults of this machine."""
+    """Print the plan of a run, or with the flag `--doctor` the faults of this machine.
+
+    `--json` prints the plan as JSON. The typed `words` become part of the command that it proposes.
+    """
     trainer = cfg.trainer
     if "--doctor" in flags:
         return print(*doctor(count_devices(trainer.devices), trainer.accelerator), sep="\n")

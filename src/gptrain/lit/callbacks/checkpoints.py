@@ -243,9 +243,10 @@ class Checkpoints(Checkpoint):
             self.mirror.update(self.store)
 
     def wait_for_mirror(self, trainer: Trainer) -> None:
-        """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror, if any.
+        """Bring the mirror, if any, up to date on rank 0, while all ranks wait. Collective.
 
-        The other ranks wait too, because a launcher kills the job soon after the first rank exits.
+        A failure is a warning. Call it once, when the run ends: a launcher kills the job soon after
+        the first rank exits.
         """
         if (mirror := self.mirror) is None:
             return
