@@ -27,7 +27,6 @@ Values = dict[str, dict[str, Any]]  # name of a parameter -> kind, such as `exp_
 EXTRA_PREFIX = "module."
 NET = "net."
 TABLE = "position_embedding"  # role in tensor_plan
-NO_TABLE = -1
 _SHOWN = 8  # largest number of names in a message. A net of another width differs in every tensor
 
 
@@ -163,18 +162,7 @@ def load_net_state(
     all_own = {name: shape for part, _, _ in parts for name, shape in part.items()}
     all_tables = {name: dim for _, part, _ in parts for name, dim in part.items()}
     all_names = {*all_own, *(name for _, _, names in parts for name in names)}  # also of tied ones
-    differing, notes = [], []
-    for name, shape in all_own.items():
-        saved, dim = shapes.get(name, shape), all_tables.get(name, NO_TABLE)
-        if saved == shape or dim is None:  # the net computes the buffer
-            continue
-        sizes = f"{name} {saved} in the checkpoint, {shape} in the net"
-        if dim == NO_TABLE:
-            differing.append(sizes)
-        elif strict and saved[dim] > shape[dim]:
-            differing.append(f"{sizes}: model.max_seq_len={saved[dim]} keeps all positions")
-        else:
-            notes.append(f"{sizes}: the first {min(saved[dim], shape[dim])} positions are loaded")
+    differing, notes = _compare(all_own, shapes, all_tables, strict)
     differing += [f"{name} only in the net" for name in all_own if name not in shapes]
     differing += [f"{name} only in the checkpoint" for name in shapes if name not in all_names]
     if len(differing) > _SHOWN:
@@ -189,6 +177,24 @@ def load_net_state(
         extra = {name: t for name, t in state.items() if not name.startswith(NET)}
         net.load_state_dict(extra, strict=False)
     return notes
+
+
+def _compare(
+    own: Shapes, saved: Shapes, tables: Mapping[str, int | None], strict: bool
+) -> tuple[list[str], list[str]]:
+    """Return the sizes of tensors that are not loaded, and of tables that are loaded in part."""
+    differing, notes = [], []
+    for name, shape in own.items():
+        old = saved.get(name, shape)
+        sizes = f"{name} {old} in the checkpoint, {shape} in the net"
+        if old != shape and name not in tables:
+            differing.append(sizes)
+        elif old != shape and (dim := tables[name]) is not None:  # else the net computes the buffer
+            if strict and old[dim] > shape[dim]:
+                differing.append(f"{sizes}: model.max_seq_len={old[dim]} keeps all positions")
+            else:
+                notes.append(f"{sizes}: the first {min(old[dim], shape[dim])} positions are loaded")
+    return differing, notes
 
 
 def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | None]:
