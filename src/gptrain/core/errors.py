@@ -55,10 +55,14 @@ IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 
 @dataclass
 class ConfigIssue:
-    """One problem of the input: `<key>=<value>: <message>; try: <hint>`.
+    """One problem of the input. `str` of it is `<key>=<value>: <message>; try: <hint>`, one line.
 
-    `key` is a dotted key, flag or environment variable, or empty. The value None is not shown, the
-    string "null" shows a null. `code` is the exit code of the command.
+    Attributes:
+        key: Dotted key, flag or environment variable, or an empty string.
+        value: Value of the key. None is not shown, and the string "null" shows a null.
+        message: Phrase that names the fault.
+        hint: What to type instead, or an empty string.
+        code: Exit code of the command, see ConfigError.
     """
 
     key: str
@@ -106,7 +110,7 @@ def first_line(error: object) -> str:
     """Return the first line of an exception's message, or the name of its type without a message.
 
     If it ends with a colon, the second line is added. The values of tensors are left out. Of an
-    error that torch raises again for a DataLoader worker it is the original message.
+    error that torch raises again for a DataLoader worker it is the last line of the original.
     """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -118,7 +122,7 @@ def first_line(error: object) -> str:
 class RunError(Exception):
     """Error whose message explains it, so that no traceback is printed.
 
-    Any exception with these two attributes is reported in the same way.
+    Any exception whose class has these two attributes is reported in the same way.
 
     Attributes:
         code: Exit code of the command or the run.
@@ -130,10 +134,10 @@ class RunError(Exception):
 
 
 class ConfigError(RunError):
-    """Raised for wrong input. Nothing was started or written, unless a restart finds the problem.
+    """Raised for wrong input, in most cases before anything is started or written.
 
     Attributes:
-        problems: All problems, in the order in which they were found.
+        problems: All problems, at least one, in the order in which they were found.
         lines: Printed lines: one for each problem, without duplicates.
         code: Exit code: 2 if one of the problems has it, else that of the first problem.
     """
@@ -149,7 +153,7 @@ class ConfigError(RunError):
 
     @classmethod
     def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:
-        """Return a ConfigError with one problem. `more` are other attributes of ConfigIssue."""
+        """Return a ConfigError with one problem. `more` are `hint` and `code` of ConfigIssue."""
         return cls([ConfigIssue(key, value, message, **more)])
 
 
@@ -161,9 +165,9 @@ class DataError(RunError, ValueError):
 
 
 class JobFailedError(RunError):
-    """Raised with the exit code of a job after its error was printed.
+    """Raised with the exit code and the message of a job after its error was printed.
 
-    A job is a run, or one run of a sweep.
+    A job is a run, or one run of a sweep. The message is empty if it is not known.
     """
 
     def __init__(self, code: int, message: str):
@@ -196,8 +200,11 @@ class Ending:
 def ending_of(error: BaseException, doing: str = "") -> Ending:
     """Return how a command or a rank ends after an exception: exit code, cause and message.
 
-    A RunError has code and cause. Otherwise the type and the text of the exception decide. Any
-    other exception ends with code FAILED (70), with its traceback, and `doing` in the message.
+    A RunError has code and cause. Otherwise the type and the text of the exception decide. An
+    exception of no known kind gives code FAILED (70), and a traceback.
+
+    Args:
+        doing: Current activity, such as `step 12`, which the message of an unknown kind names.
     """
     message = first_line(error)
     rank = getattr(error, "rank", None)

@@ -65,7 +65,7 @@ class RunLengths:
         epoch_steps: Steps of one epoch, after `trainer.limit_train_batches`.
         n_steps: Steps of the run, or None if only `trainer.max_time` ends the run.
         validate_every: Steps between two validations, at most `n_steps`.
-        limit: Override that sets `n_steps`, such as `trainer.max_epochs=3`.
+        limit: Override that sets `n_steps`, such as `trainer.max_epochs=3`. Empty if that is None.
         warmup_steps: Warm-up steps that a resume takes over from the first start of the run. None
             if the scheduler section of the config decides.
         unit: `samples` for data that are not tokens, else `tokens`.
@@ -94,7 +94,18 @@ class RunLengths:
 def plan_batch(
     batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
 ) -> BatchPlan:
-    """Return the batch plan, or raise a ValueError if the global batch size cannot be reached."""
+    """Return the batch plan of a run.
+
+    Args:
+        batch_size: Sequences per data-parallel rank per micro-step.
+        global_batch_size: Sequences per optimizer step over all ranks, which set the accumulation.
+            None: `accumulate` sets it.
+        accumulate: Micro-steps per optimizer step. It must be 1 with a global batch size.
+        data_parallel_size: Number of ranks that train on different samples.
+
+    Raises:
+        ValueError: If the global batch size cannot be reached, or excludes the accumulation.
+    """
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
     if accumulate != 1:
@@ -117,11 +128,16 @@ def plan_lengths(
 ) -> RunLengths:
     """Return the batch arithmetic, the number of steps, and the steps between two validations.
 
-    An epoch has at least one step. Without `sample_tokens` a sample counts as one position.
+    An epoch has at least one step.
+
+    Args:
+        n_samples: Number of samples of the training set.
+        sample_tokens: Positions of one sample. None for data that are not tokens: a sample then
+            counts as one position.
 
     Raises:
         ConfigError: If max_tokens is less than one step.
-        ValueError: If data.global_batch_size cannot be divided by the samples of a micro-step.
+        ValueError: As in `plan_batch`.
     """
     trainer, batch = cfg.trainer, cfg.batch_plan(data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
@@ -182,13 +198,14 @@ def token_steps(key: str, n_tokens: float, step_tokens: int) -> int:
 def phase_steps(
     cfg: RunConfig, phase: Literal["warmup", "decay", "total"], lengths: RunLengths
 ) -> int | None:
-    """Return the number of steps of a phase of the schedule. A fraction is rounded to a step.
+    """Return the number of steps of a phase of the schedule. A fraction is rounded, also to 0.
 
     The default is a warm-up of 100 steps or a tenth of the schedule, whichever is less; a decay of
-    a fifth of the schedule; in total the length of the run, or None if it is not known.
+    a fifth of the schedule; in total the length of the run. Only the total may be None: not known.
 
     Raises:
-        ConfigError: If the phase is shorter than one step, or a fraction of an unknown length.
+        ConfigError: If the tokens of the phase are less than one step, or if the phase is a
+            fraction of an unknown length.
     """
     if phase == "warmup" and lengths.warmup_steps is not None:
         return lengths.warmup_steps

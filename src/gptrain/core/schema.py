@@ -169,9 +169,9 @@ class SampleTextConfig(TargetConfig, extra="forbid"):
 
 
 class TrainerConfig(TargetConfig):
-    """Arguments of any Trainer that gptrain reads. The names are Lightning's.
+    """Arguments of any Trainer that gptrain knows. The names are Lightning's.
 
-    The keys below differ from Lightning's in their meaning, their unit or their default.
+    Some of them have another meaning, unit or default than Lightning's. See conf/trainer.
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"]
@@ -245,7 +245,7 @@ class SpikeConfig(Section):
 
 
 def find_data_kind(node: dict[str, Any]) -> object:
-    """Return the key of DATA for a data group, or a name that is not in DATA for another group."""
+    """Return the key of DATA for a data group, or a value that is not in DATA for another one."""
     if "_target_" in node:
         return "LightningDataModule"
     train = node.get("train")
@@ -401,7 +401,7 @@ class RunConfig(Section):
 
     Attributes:
         runs_here: False for a command that plans for another machine, or only prints. The checks
-            then skip this machine, its folders and its files, and no run folder is created.
+            then skip classes and devices, and no run folder is created.
         expands_run: False for a command that reads the folder of `from_run` by itself. Otherwise
             the overrides of that run are put in front of those on the command line.
     """
@@ -441,7 +441,7 @@ class RunConfig(Section):
     launcher: LauncherConfig
 
     def batch_plan(self, data_parallel_size: int) -> BatchPlan:
-        """Return the numbers whose product is the global batch size, or raise as `plan_batch`."""
+        """Return the result of `plan_batch` for this config, or raise its ValueError."""
         data, accumulate = self.data, self.trainer.accumulate_grad_batches
         return plan_batch(data.batch_size, data.global_batch_size, accumulate, data_parallel_size)
 
@@ -460,7 +460,7 @@ class RunConfig(Section):
         return copy
 
     def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key for an error message, or None for an unknown key."""
+        """Return the value of a dotted key for an error message, or None if it was not given."""
         node: Any = self.plain()
         for name in key.split("."):
             node = node.get(name) if isinstance(node, dict) else None

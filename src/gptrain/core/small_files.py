@@ -46,12 +46,17 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the value of a JSON file, with the errors of `open_regular`, also if it is damaged."""
+    """Return the value of a JSON file.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+        UnreadableFileError: If it is damaged, or no regular file.
+    """
     return _read(path, "JSON", json.loads)
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the value of a YAML file, like `read_json`. Tags of Python objects are refused."""
+    """Return the value of a YAML file. Raises as `read_json`, also for a tag of a Python object."""
     return _read(path, "YAML", yaml.safe_load)
 
 
@@ -74,7 +79,8 @@ def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Return a flat dict from dotted key to value, for nested dicts.
 
-    An empty dict within `values` counts as a value.
+    Every key begins with the prefix, if one is given. An empty dict within `values` counts as a
+    value. For `values` that are no dict the key is the prefix; without one the result is empty.
     """
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}

@@ -234,15 +234,15 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:
-    """Return the number of microbatches of a batch in a pipeline: as given, or two per rank."""
+    """Return the number of microbatches of a batch: as given, or, for None, two per stage."""
     return given or 2 * n_ranks
 
 
 def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
     """Return the indices of the blocks of a pipeline stage.
 
-    If the stages cannot hold equally many, the first ones hold one block more, and the last one
-    does not: it also computes the head, which costs more than the embedding.
+    If the stages cannot hold equally many, the first one and some others hold one block more. The
+    last one does not: it also computes the head, which costs more than the embedding.
     """
     return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
 
