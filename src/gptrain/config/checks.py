@@ -122,8 +122,8 @@ def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
 def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[ConfigIssue]:
     """Yield a problem for each `_target_` that cannot be used in its group with its keys.
 
-    A function of the user fits every group. Missing arguments are reported when the object is
-    built.
+    The targets are imported. A function of the user fits every group. Missing arguments are
+    reported when the object is built. `place` is the dotted key of the node, "" for the config.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):

@@ -71,12 +71,14 @@ def run_command(
 ) -> int:
     """Run a command line and return its exit code. Errors are printed and not raised.
 
-    The job runs once, or once per job of a sweep, under Hydra. The config is composed and checked
-    before Hydra creates a folder. Only rank 0 prints errors. After an error of the config, the
-    other ranks exit LINGER_S seconds later.
+    The job runs once, or once per job of a sweep: then the code is the first that is not 0. The
+    config is composed and checked before Hydra creates a folder. Without `schema.runs_here` the job
+    runs outside Hydra. Only rank 0 prints errors. With code 2 the other ranks wait LINGER_S seconds
+    before they return.
 
     Args:
-        job: Function that gets the typed config. In a sweep it returns the value of `objective`.
+        job: Function that gets the typed config. In a sweep it returns the value of `objective`,
+            or None.
         argv: Words of the command line, without the name of the program.
         schema: Type of the config. A command with additional keys passes a subclass of RunConfig.
         defaults: Default values of the additional keys.
@@ -173,11 +175,13 @@ def first_value(item: Override) -> str:
 
 
 def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
-    """Check a composed config and return the typed config.
+    """Check a composed config and return the typed config. Nothing is written.
 
     The run folder and the launcher are checked only for a training or an evaluation, classes and
-    devices only if `schema.runs_here` is true. A ConfigError has all problems of the first kind of
-    check that finds one.
+    devices only if `schema.runs_here` is true.
+
+    Raises:
+        ConfigError: With all problems of the first kind of check that finds one.
     """
     values = plain(cfg)
     run = typed(values, schema)
@@ -195,7 +199,10 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
 
 
 def compose_command(words: list[str]) -> DictConfig:
-    """Compose the config of a command line, which may have `from_run`, without checks."""
+    """Compose the config of a command line, which may have `from_run`, without checks.
+
+    Raises a ConfigError with all words that cannot be used.
+    """
     return compose_words(expand(words))
 
 
@@ -204,8 +211,8 @@ def run_job(
 ) -> float | None:
     """Run one job and return its objective, or None after an error that was printed.
 
-    In a sweep a job that has finished earlier is not run again. Sweepers and launchers other than
-    the basic ones need an exception to notice a failure.
+    Its exit code is appended to `codes`. In a sweep a job that has finished earlier is not run
+    again. Sweepers and launchers other than the basic ones get a JobFailedError after a failure.
     """
     node: Any = HydraConfig.get()
     folder = Path(node.runtime.output_dir)

@@ -59,14 +59,14 @@ def plus(left: Any, right: int) -> Any:
 
 
 def default_seq_len(model: Any, shortest: int = 1) -> int:
-    """Return the default of `data.seq_len`: the context length of the net, at most LONG_SEQ_LEN."""
+    """Return the net's context length, at most LONG_SEQ_LEN, or SHORT_SEQ_LEN if not known."""
     length = model.get("max_seq_len") if isinstance(model, DictConfig) else None
     is_used = type(length) is int and length >= shortest
     return min(length, LONG_SEQ_LEN) if is_used else SHORT_SEQ_LEN
 
 
 def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
-    """Return part -> value of a key in a mixture, whose parts have `seq_len` if that is given."""
+    """Return part -> value of a key, or 1, in a mixture whose parts get `seq_len` if given."""
     values = {}
     for name, part in parts.items():
         part = copy.copy(part)
@@ -87,8 +87,8 @@ RESOLVERS = (
 def open_hydra(words: Sequence[str] = ()) -> Generator[Any, None, None]:
     """Initialize Hydra with gptrain's resolvers and both conf/ folders, and yield its main object.
 
-    A refusal of Hydra in the block becomes a ConfigError, which names one of `words`. After the
-    block Hydra's earlier state is restored.
+    A refusal of Hydra in the block becomes a ConfigError, which names one of `words` if it can.
+    After the block Hydra's earlier state is restored.
     """
     # The config keeps the first value of run_stamp, so that a job of a sweep that runs in another
     # process has the same time in its folder name.
@@ -169,8 +169,8 @@ def _did_you_mean(key: str, known: Iterable[str]) -> str:
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """Return a config as nested dicts with all references resolved, without Hydra's own node.
 
-    `model.vocab_size=auto` is replaced by the number that the files of the tokenizers or the model
-    give.
+    `model.vocab_size=auto` is replaced by its `vocabulary_size`. A reference that cannot be
+    resolved, or a required value that is missing, is a ConfigError.
     """
     keys: list[Any] = [key for key in cfg if key != "hydra"]  # a key may be an integer
     cfg = OmegaConf.masked_copy(cfg, keys)
@@ -190,7 +190,7 @@ def vocabulary_size(values: dict[str, Any]) -> int:
     """Return what `model.vocab_size=auto` stands for, rounded up to `model.vocab_multiple`.
 
     It is that in the config.json of `model.path`, or that of the largest tokenizer in the data
-    group.
+    group. A ConfigError if neither can be read.
     """
     model, size = values["model"], 0
     if path := model.get("path"):

@@ -23,9 +23,10 @@ NOT_TAKEN = {
 
 
 def expand(typed: list[str]) -> list[str]:
-    """Return the overrides of the run in `from_run`, followed by the typed overrides.
+    """Return the overrides of the run in `from_run`, if it is typed, and the typed overrides.
 
-    A typed key replaces the run's override of the same key, and a typed `~key` removes it.
+    A typed key replaces the run's override of the same key, and a typed `~key` removes it. Keys in
+    NOT_TAKEN are not taken. Raises a ConfigError if the run is missing or not to be trusted.
     """
     values = {key_of(word): word.partition("=")[2] for word in typed}
     if values.get("from_run", "") in ("", "null"):
@@ -39,7 +40,7 @@ def expand(typed: list[str]) -> list[str]:
 
 
 def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a run, or raise a ConfigError if neither signed nor `trust` typed."""
+    """Return the overrides of a run. A ConfigError if missing, or neither signed nor trusted."""
     file = expand_home(folder) / ".hydra" / "overrides.yaml"
     if not file.is_file():
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)

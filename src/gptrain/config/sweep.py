@@ -14,9 +14,9 @@ from gptrain.runs import table as runs
 
 
 def find_finished(folder: Path, words: Sequence[str]) -> runs.RunRecord | None:
-    """Return the finished run in the folder of a job, or None if the job has to run.
+    """Return and announce the finished run in the folder of a job, or None if the job has to run.
 
-    Its overrides are those of the job, except those that `from_run` leaves out.
+    The overrides of the run are `words`, the job's, except those that `from_run` leaves out.
     """
     try:
         run = runs.read_run(folder)
