@@ -50,7 +50,8 @@ class RunDevices:
 def find_devices(cfg: RunConfig) -> RunDevices:
     """Return the devices of a run, resolved from the trainer group as Lightning does.
 
-    An accelerator that this machine does not have becomes "cpu".
+    An accelerator that this machine does not have becomes "cpu". "auto" devices are those of the
+    launcher, else all GPUs, or 1.
     """
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices, process = cfg.trainer.devices, this_process()
@@ -83,6 +84,6 @@ def native_precision(devices: RunDevices) -> str:
 
 
 def set_threads(n_local: int) -> None:
-    """Set torch's number of threads to this rank's cores, unless OMP_NUM_THREADS is set."""
+    """Set torch's threads to this process's cores / `n_local`, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_cores() // n_local))

@@ -35,12 +35,12 @@ KEPT_WORDS = ("hydra.searchpath", "hydra.job_logging", "hydra/job_logging", "hyd
 
 
 def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str, float]:
-    """Run one job to its end, as the only run in its folder, and return its metrics.
+    """Run one job to its end, as the only run in its folder, and return its final metrics.
 
     With several local devices and without a launcher, this process runs the same command again once
-    per device, and restarts the ranks after a failure, at most `launcher.max_restarts` times.
-    Otherwise it runs `train` itself. If a launcher such as torchrun or srun has started the ranks,
-    each of them calls this function.
+    per device, restarts the ranks after a failure, at most `launcher.max_restarts` times, and takes
+    the metrics from result.json: none under fast_dev_run. Otherwise it runs `train` itself. If a
+    launcher such as torchrun or srun has started the ranks, each of them calls this function.
 
     Args:
         train: Function (cfg, guard) -> metrics, which runs in every rank. `guard` is the rank's
@@ -75,7 +75,7 @@ def end_with_parent() -> None:
 
 
 def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[str, float]:
-    """Run the command of this job once per device of this machine, and return its metrics.
+    """Run the command of this job once per device of this machine, and return its final metrics.
 
     After a failure for which a restart may help, all ranks are started again from the newest
     checkpoint, at most `launcher.max_restarts` times. A signal is sent on to the ranks, which save,

@@ -61,7 +61,8 @@ def adopt_launcher() -> None:
 
     A process that torchrun has started, or that is no rank, stays as it is: a shell inside a SLURM
     allocation is none, only a step of several tasks (srun) starts ranks (pytorch-lightning#20391).
-    Under srun the run folder is named by the job.
+    Under srun the run folder is named by the job. For mpirun on several nodes the user sets
+    MASTER_ADDR and MASTER_PORT.
     """
     env = os.environ
     for names in OTHERS:
@@ -127,7 +128,8 @@ def is_restart() -> bool:
 def job_store() -> Store:
     """Return the store through which the ranks find each other. Every rank must call it.
 
-    torchrun serves it, or else rank 0, at MASTER_ADDR and MASTER_PORT.
+    torchrun serves it, or else rank 0, at MASTER_ADDR and MASTER_PORT. Raises a ValueError if one
+    of these is missing, and a torch.distributed.DistError if the store cannot be reached.
     """
     from torch.distributed import rendezvous
 
@@ -138,6 +140,7 @@ def job_store() -> Store:
 def start_store() -> Store:
     """Return a part of `job_store` for this start of the ranks, or a HashStore for one rank.
 
+    Every rank must call it. The errors are those of `job_store`.
     torchrun keeps its store when it restarts the ranks of one node. On several nodes each agent
     counts its own restarts only; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new
     store (pytorch#135712).
@@ -152,7 +155,7 @@ def start_store() -> Store:
 
 
 def run_stamp() -> str:
-    """Return the name of this run's folder, which is equal on all ranks of a job.
+    """Return the name of this run's folder, which is equal on all ranks of a job: see `job_store`.
 
     It is the time at which the first rank that asks has started, such as `2026-01-31_12-00-00-123`.
     Under srun it is `slurm-<job>`, or `slurm-<array job>_<task>` in an array, followed by `.<step>`

@@ -41,7 +41,8 @@ def run_rank(
     """Run the training function in this process under a watchdog, and report how the run ended.
 
     Every rank calls this function. Rank 0 holds the lock of the run folder meanwhile. The first
-    rank that fails writes the failure to status.json and prints it. Rank 0 writes a success.
+    rank that fails writes the failure to status.json and prints it. Rank 0 writes a success. An
+    error of `train` ends a rank of a launcher with its exit code, else it is a JobFailedError.
     """
     process = this_process()
     if process.rank > 0:  # rank 0 warns for all
@@ -86,9 +87,10 @@ def run_rank(
 
 
 def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> RunConfig:
-    """Find the checkpoint, and record the start and the config of the run in its folder.
+    """Find the checkpoint and record the start of a run in its folder, and return the config.
 
-    A restarted training resumes from its newest checkpoint, whatever `ckpt_path` was typed.
+    The path of the checkpoint, or None, is the `ckpt_path` of the returned config. A restarted
+    training resumes from its newest checkpoint, whatever `ckpt_path` was typed.
     """
     start_log()
     if is_restart() and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):

@@ -28,10 +28,11 @@ class StopFlag:
 
     A second SIGINT, more than 0.3 s after the first, exits with code 130 at once. While the main
     thread is in a C++ call no handler runs, and only SIGQUIT (Ctrl+backslash) ends the process. A
-    SIGHUP that is ignored stays so, because `nohup` lets a run outlive its terminal.
+    SIGHUP that is ignored stays so, because `nohup` lets a run outlive its terminal. Only the main
+    thread can enter it.
 
-    `signal` is the name of the first signal. `error` makes the exception that the handler raises,
-    once, while there is nothing to save.
+    `signal` is the name of the first signal, or None. `error`, if set, makes the exception that the
+    handler raises, once, while there is nothing to save.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,8 @@ POLL_S = 0.5  # interval at which the thread looks at the heartbeats
 class Guard:
     """Watchdog of one rank: a context manager around the training function.
 
-    Time in which the process was stopped (Ctrl-Z, a suspended laptop) does not count as silence.
+    After too long a silence it writes status.json and ends the process with exit code 76. Time in
+    which the process was stopped (Ctrl-Z, a suspended laptop) does not count as silence.
 
     Attributes:
         run_dir: Folder of the run, in which status.json is written.
