@@ -22,8 +22,9 @@ TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     """Copy files such as the chat template and the generation config into the run folder.
 
-    They are copied from each source with the same tokenizer.json as the run, or without one if it
-    has none. If several sources have a file, that of the first source counts.
+    A run folder without tokenizer.json first gets the tokenizer of the first source that has one.
+    The other files are copied from each source with the same tokenizer.json as the run, or without
+    one if it has none. If several sources have a file, that of the first source counts.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     if not (run_dir / TOKENIZER[0]).is_file():
@@ -54,8 +55,8 @@ def read_ends(generation: Mapping[str, Any]) -> list[int]:
 def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
     """Return the ids of special tokens in a configuration of transformers, each a number or a list.
 
-    The keys are those of ID_KEYS. Ids that are not below `vocab_size`, the number of tokens of the
-    net, are left out, because they are defaults of transformers for another tokenizer.
+    The keys are those of ID_KEYS that have an id. Ids that are not below `vocab_size`, if given,
+    are left out, because they are defaults of transformers for another tokenizer.
     """
     special_ids, end = {}, vocab_size or sys.maxsize
     for key in ID_KEYS:

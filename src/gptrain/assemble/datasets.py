@@ -36,7 +36,8 @@ PAIR = (
 def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """Build a user's LightningDataModule, and set it up, to know the number of its batches.
 
-    Lightning calls `prepare_data` and `setup` again when the run begins.
+    Lightning calls `prepare_data` and `setup` again when the run begins. A misuse of Lightning, a
+    missing file and a training without an end are a ConfigError.
     """
     key = "data._target_"
     module: pl.LightningDataModule = build_target(section.plain(), key)
@@ -90,7 +91,7 @@ def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:
-    """Build the training, validation and test set."""
+    """Build the training, validation and test set, which is None if `data.test` is not given."""
     if isinstance(cfg.data, DataModuleConfig):
         data = build_user_data(cfg, cfg.data)
         return data, data, None
@@ -110,9 +111,10 @@ def reads_test_set(cfg: RunConfig) -> bool:
 def check_samples(
     cfg: RunConfig, module: type[pl.LightningModule], datasets: Datasets, world_size: int
 ) -> None:
-    """Check the first sample of each dataset that this run reads, and that no rank lacks a batch.
+    """Check the first sample of each dataset that this run reads, and the size of evaluated ones.
 
-    Steps that a user wrote may read samples of any form, which are not checked.
+    Steps that a user wrote may read samples of any form, which are not checked, but then each of
+    the `world_size` data-parallel ranks needs a sample. Raises a ConfigError with exit code 65.
     """
     (train, val, test), pairs = datasets, read_as_pairs(module)
     read = {"train": train} if cfg.task == "fit" else {}
@@ -162,10 +164,10 @@ def check_pair(key: str, dataset: Dataset) -> None:
 
 
 def find_tokens(cfg: RunConfig, sample: Any) -> tuple[Tensor | None, bool]:
-    """Return the first integers (T,) of a sample, and whether they come first, as in text.
+    """Return the first integers (T,) of a sample, if any, and whether they come first, as in text.
 
-    Ids of text above the vocabulary are refused: a GPU would stop with an assertion without a
-    message.
+    Ids of text above the vocabulary are a ConfigError with exit code 65: a GPU would stop with an
+    assertion without a message.
     """
     leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
     arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim]
@@ -184,7 +186,7 @@ def find_tokens(cfg: RunConfig, sample: Any) -> tuple[Tensor | None, bool]:
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
-    """Return the first micro-batches of all ranks, or a fraction: `trainer.overfit_batches`."""
+    """Return the first micro-batches per rank, or a fraction of the data, but at least one step."""
     sequences = batch.batch_size * batch.data_parallel_size
     n_all = len_of(dataset)
     n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences

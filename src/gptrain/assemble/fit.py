@@ -130,11 +130,7 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Finish
 
 
 def _run(command: list[str], report_path: Path) -> int:
-    """Run a command, which writes its report to `report_path`, and return its exit code.
-
-    Raises:
-        KeyboardInterrupt: If Ctrl-C came, which is sent on as SIGINT, after the command has ended.
-    """
+    """Run a command and return its exit code. Ctrl-C is sent on, and raised when it has ended."""
     # "" is a notebook's own folder.
     search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(

@@ -90,8 +90,8 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
         as "cuda".
 
     Raises:
-        ConfigError: If this machine does not have the device, or if `from_run` is damaged (exit
-            code 65) or missing (exit code 66).
+        ConfigError: If this machine does not have the device, or if `from_run` is not trusted,
+            damaged (exit code 65) or missing (exit code 66).
         ModuleNotFoundError: If an optional package that a file needs is missing.
     """
     device = accelerator_of(cfg.trainer.accelerator)
@@ -108,7 +108,8 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
 def build_target(node: Mapping[str, Any], key: str) -> Any:
     """Build and return the object that a node with a `_target_` describes.
 
-    Lists and dicts among the arguments are plain Python objects.
+    Lists and dicts among the arguments are plain Python objects. Raises what the class raises, but
+    for a FileNotFoundError a ConfigError of `key` with exit code 66.
     """
     try:
         return instantiate(node, _convert_="all")
@@ -122,8 +123,8 @@ def build_target(node: Mapping[str, Any], key: str) -> Any:
 def build_net(model: ModelConfig) -> nn.Module:
     """Build the net of a model group with its initial weights, on torch's default device.
 
-    The weights depend on the state of torch's random generator, which the caller seeds. Raises what
-    the class of the net raises, but a ConfigError for a FileNotFoundError.
+    The weights depend on the state of torch's random generator, which the caller seeds. Raises as
+    `build_target`.
     """
     return build_target(model.node(), "model")
 

@@ -58,9 +58,10 @@ def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None
 def build_module(
     cfg: RunConfig, net: nn.Module, lengths: RunLengths, val: Dataset | None
 ) -> pl.LightningModule:
-    """Build the module around the net.
+    """Build the module around the net, or raise a ConfigError for arguments that do not fit.
 
-    A plain LightningModule gets the net if its signature names it; otherwise it makes its own.
+    A plain LightningModule gets the net if its signature names it; otherwise it makes its own. The
+    bytes per token for bits per byte are those of the validation set `val`.
     """
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     options: dict[str, Any] = cfg.module.arguments
@@ -90,7 +91,8 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     """Build the optimizer for all trainable parameters. A key that is null is left to the class.
 
     Weight decay is applied to matrices alone, unless the class makes its own groups by a class
-    method `parameter_groups`, as `gptrain.optim.Muon`.
+    method `parameter_groups`, as `gptrain.optim.Muon`. Arguments that do not fit the class are a
+    ConfigError.
     """
     options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
     target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
@@ -118,7 +120,7 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
 
 
 def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
-    """Return the peak learning rate, scaled to the batch by `optimizer.lr_scaling`, or None."""
+    """Return `lr`, or else the config's or the class's, scaled to the batch. None if not known."""
     options = cfg.optimizer
     lr = options.lr if lr is None else lr
     if lr is None:
@@ -136,7 +138,7 @@ def build_schedule(
     """Build the learning-rate schedule, as the entry `lr_scheduler` of configure_optimizers.
 
     The target is a function of the step, or a scheduler class. It gets its own keys, and those of
-    SCHEDULE_KEYS that are in its signature.
+    SCHEDULE_KEYS that are in its signature. A ReduceLROnPlateau follows `checkpoint.monitor`.
     """
     options, schedule = cfg.scheduler.arguments, get_method(cfg.scheduler.target)
     parameters = inspect.signature(schedule).parameters

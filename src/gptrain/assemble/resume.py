@@ -48,8 +48,8 @@ REPEATED_PARTS = tuple(
 def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | None:
     """Return the folder of the checkpoint of `ckpt_path` or `from_run`, with every byte verified.
 
-    Call it in one process, under the run lock, before any rank starts. Damaged checkpoints of the
-    run folder may be renamed, and checkpoints may be fetched from the mirror.
+    Call it on rank 0 only, under the run lock, before it joins the others. Damaged checkpoints of
+    the run folder may be renamed, and checkpoints may be fetched from the mirror.
 
     Args:
         cfg: Configuration of the run.
@@ -63,7 +63,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
     Raises:
         ConfigError: If the checkpoint is damaged or a mere file of weights (exit code 65), does not
             exist (66) or was made with another config (2), or if the folder holds a run and none is
-            to be resumed (73).
+            to be resumed (73), or if the mirror cannot be used.
         OSError: If a folder cannot be read, or its network file system does not answer.
     """
     store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, lock.run_id)
@@ -97,10 +97,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
 
 
 def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path | None:
-    """Return the checkpoint that a training resumes from, or None for a start at step 0.
-
-    A checkpoint is fetched from the mirror if the run folder has none and ckpt_path=last.
-    """
+    """Return the checkpoint that a training resumes from, or None for a start at step 0."""
     requested = cfg.ckpt_path
     if requested is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
         message = f"holds a run that was saved at step {steps[-1]}; a new run would mix with it"
@@ -136,6 +133,7 @@ def find_trained(cfg: RunConfig) -> Path:
 
     Raises:
         ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
+        OSError: As in `find_weights`.
     """
     requested = cfg.ckpt_path
     which = "last" if requested == "last" else "best"
@@ -196,9 +194,10 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
 
 
 def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None) -> None:
-    """Check that the content of the training data is that of the saved run.
+    """Raise a ConfigError unless the content of the training data is that of the saved run.
 
-    Does nothing for a fresh run, an evaluation, and if `allow_changes` names `data`.
+    Does nothing for a fresh run, an evaluation, and if `allow_changes` names `data`. A dataset that
+    knows no fingerprint has None.
     """
     if checkpoint is None or cfg.task != "fit" or covers(cfg.allow_changes, "data"):
         return

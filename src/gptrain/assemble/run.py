@@ -225,7 +225,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
 
 
 def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
-    """Write the tokenizer to the run folder, so that a run can be moved without its data."""
+    """Write the tokenizer's files to the run folder, so that it can be moved without its data."""
     run_dir = Path(cfg.run_dir)
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
         tokenizer.save(run_dir)

@@ -59,7 +59,7 @@ class TrainingRun:
         module: LightningModule of the run.
         datamodule: Data of the run.
         trainer: Lightning's Trainer.
-        checkpoint: Checkpoint to resume from or to evaluate.
+        checkpoint: Checkpoint to resume from or to evaluate. None for the weights in `module`.
     """
 
     cfg: RunConfig
@@ -76,8 +76,14 @@ class TrainingRun:
 
         fast_dev_run fits and then tests, if the module has a test_step and the data a test loader.
 
+        Rank 0 prints the run and its end, and writes result.json. Call it once.
+
         Raises:
+            PreemptedError: If the run was asked to stop, after a save if it has checkpoints.
+            RefusedStepError: If the run ends because of non-finite values or spikes.
+            SaveFailedError: If a checkpoint cannot be written.
             OSError: On rank 0, if result.json cannot be written, or the checkpoints cannot be read.
+            ConfigError: If Lightning or a part refuses an option only now.
         """
         cfg, trainer, start_s = self.cfg, self.trainer, time.perf_counter()
         use_checkpoint(trainer, self.checkpoint)
@@ -140,11 +146,7 @@ class TrainingRun:
         yield "run", cfg.run_dir
 
     def _end(self, start_s: float, provenance: dict[str, Any]) -> dict[str, float]:
-        """Print the result and the next command, write result.json and return the metrics.
-
-        result.json is not written under fast_dev_run, and a fit in which no step was left does not
-        overwrite one that exists.
-        """
+        """Print the result and the next command, write result.json and return the metrics."""
         trainer, step = self.trainer, self.trainer.global_step
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics.pop(STEP, None)  # the x axis of the loggers
@@ -206,10 +208,7 @@ class TrainingRun:
         return tensorboard
 
     def _why_ended(self, first_step: int | None) -> dict[str, str]:
-        """Return `reason` and `detail` of the end of a run without an error.
-
-        `first_step` is the number of steps done when training started, None if it did not start.
-        """
+        """Return `reason` and `detail` of the end of a run without an error."""
         trainer, lengths = self.trainer, self.lengths
         step = trainer.global_step
         timers = [part for part in callbacks_of(trainer) if isinstance(part, Timer)]

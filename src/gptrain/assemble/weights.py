@@ -39,6 +39,7 @@ def find_weights(
     Raises:
         FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If the checkpoint is damaged.
+        OSError: If a folder cannot be read, or its network file system does not answer.
     """
     source = expand_home(source)
     if (source / CHECKPOINTS_NAME).is_dir():
@@ -98,7 +99,7 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
     """Load the weights that `init_from` names into the net, and log what was left out. Collective.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
-    initialized.
+    initialized. Raises a ConfigError if the weights are missing, damaged or do not fit.
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with as_config_errors(cfg, "init_from", BAD_DATA, misfit):
