@@ -21,8 +21,8 @@ Row = dict[str, Any]  # name -> value
 class SaveFailedError(OSError):
     """Raised if a checkpoint cannot be written. Its files were removed, earlier ones are intact.
 
-    `number` is that of the operating system's error (errno), `folder` that of the checkpoints, and
-    `rank` that of the failed file operation.
+    `number` is that of the operating system's error (errno; None becomes EIO), `folder` that of the
+    checkpoints, and `rank` that of the failed file operation.
     """
 
     cause = "disk"
@@ -49,9 +49,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Create a file from pieces, wait until its bytes are on the disk, and return its entry.
+    """Create a file from pieces, wait until its bytes are on the disk, and return its FileEntry.
 
-    The name of the file is safe only after `sync_folder` of its folder.
+    The name of the file is safe only after `sync_folder` of its folder. Raises a FileExistsError if
+    it exists, or another OSError, after which a part of the file may be left.
     """
     digest = hashlib.sha256()
     with open(path, "xb") as file:
@@ -66,7 +67,8 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str
 def replace(path: Path, data: bytes) -> None:
     """Replace the content of a file, which may be missing, and wait until it is on the disk.
 
-    After an OSError the old content is unchanged. A link is replaced by a file; its target stays.
+    After an OSError the old content is unchanged, unless only the wait for the folder has failed.
+    The folder must exist. A link is replaced by a file; its target stays.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     draft.unlink(missing_ok=True)  # a dead process with the same process number may have left it
@@ -80,7 +82,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def to_json(value: object, indent: int | None = 1) -> bytes:
-    """Return a value as JSON and a newline. NaN and infinity, which JSON lacks, become null."""
+    """Return a value as JSON and a newline. NaN and infinity become null, other types text."""
     finite = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     return json.dumps(finite, indent=indent).encode() + b"\n"
 
@@ -94,7 +96,7 @@ def encode(row: Row) -> bytes:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to a file, which is created if it does not exist."""
+    """Append a row to a file, which is created if missing, without a wait for the disk."""
     with path.open("ab") as file:
         file.write(encode(row))
 
@@ -102,8 +104,8 @@ def append_row(path: Path, row: Row) -> None:
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file, without the lines that are no JSON objects.
 
-    The list is empty if the file does not exist. Raises an OSError or an UnreadableFileError for
-    other paths.
+    The list is empty if the file does not exist. Raises an OSError or an UnreadableFileError if it
+    cannot be read.
     """
     rows = []
     with suppress(FileNotFoundError):

@@ -34,7 +34,7 @@ class RunLock:
         wait_s: Time that a start waits for another process that holds the folder, in seconds.
 
     Attributes:
-        run_id: Random identity of the run in this folder, which is in each checkpoint.
+        run_id: Random identity of the run, also in each checkpoint. `acquire` sets it.
     """
 
     run_id: str
@@ -44,9 +44,12 @@ class RunLock:
         self._lock = FileLock(self.run_dir / LOCK_NAME, timeout=wait_s)
 
     def acquire(self) -> RunLock:
-        """Lock the folder, which is created, and return this lock. A ConfigError if it is held.
+        """Lock the folder, which is created, and return this lock.
 
         Call it before any file of the run is opened, also before the log file.
+
+        Raises:
+            ConfigError: If the folder is held or unusable (exit code 73), or for other disk errors.
         """
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ STEP_NAME = re.compile(r"step-\d{8,}")  # name of a checkpoint's folder
 FORMAT = 2
 FORMAT_1 = b'{\n "format": 1,'  # beginning of the manifests up to commit LAST_OF_FORMAT_1
 LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
-# Errors of a network file system that does not answer
+# Errors of a network file system that does not answer: the file may be intact
 _NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
 
@@ -95,7 +95,7 @@ def parse(text: bytes, path: Path) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint, or raise a DamagedCheckpointError."""
+    """Return the manifest of a checkpoint, without a check of its files. Raises as `verify`."""
     with _damage(path, MANIFEST_NAME):
         text = read_bytes(path / MANIFEST_NAME)
     return parse(text, path)
@@ -108,7 +108,7 @@ def verify(path: Path, run_id: str | None = None) -> Manifest:
         The manifest.
 
     Raises:
-        DamagedCheckpointError: If the checkpoint is damaged or of another run.
+        DamagedCheckpointError: If the checkpoint is damaged, missing or of another run.
         OSError: If the network file system does not answer.
     """
     manifest = read_manifest(path)
@@ -143,10 +143,7 @@ def _check(folder: Path, name: str, entry: FileEntry, on_piece: Callable[[int], 
 
 @contextmanager
 def _damage(path: Path, name: str) -> Generator[None, None, None]:
-    """Turn errors of reading a file of a checkpoint into a DamagedCheckpointError.
-
-    If a network file system does not answer, the error passes, because the file may be intact.
-    """
+    """Turn errors of a file into a DamagedCheckpointError, except those in _NO_ANSWER."""
     try:
         yield
     except (OSError, UnreadableFileError) as error:

@@ -54,9 +54,9 @@ class Mirror:
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
         """Check that the mirror belongs to this run, and first restore a lost run from it if asked.
 
-        Call it under the run lock, before any rank starts. With `restore` the checkpoints of the
-        mirror are copied into the store, which must be empty, and the run folder takes over the
-        identity of the run in the mirror.
+        Call it on rank 0, under the run lock, before the run uses the store. With `restore` the
+        checkpoints of the mirror are copied into the store, which must be empty, and the run folder
+        takes over the identity of the run in the mirror.
 
         Raises:
             ConfigError: If the mirror holds another run, has only damaged checkpoints to restore,

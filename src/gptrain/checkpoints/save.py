@@ -25,9 +25,14 @@ class Save:
         manifest: Entries of the manifest except `files`. They may change until `finish`.
         tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
         rest: Value for torch.save that rank 0 writes into one more file. Other ranks ignore it.
-        gather: Collective function that returns one value of each rank on all ranks.
+        rank: Number of this rank.
+        gather: Collective function that returns each rank's value on all ranks, by default of one.
         in_background: Whether the thread that writes the files gets copies of the tensors, so that
             the tensors may change before `finish`.
+
+    Raises:
+        SaveFailedError: On all ranks, if a file operation failed on any. The folder is removed.
+        RuntimeError: In the same way, for any other error.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Save:
     def finish(self, commit: Callable[[], object] = lambda: None) -> None:
         """Wait until the files of all ranks are on the disk, and write the manifest.
 
-        Rank 0 calls `commit` then. An error of any rank is raised on all ranks.
+        Rank 0 calls `commit` then. The errors are those of Save. Call it once.
         """
         entries = self._on_all_ranks(self._written.result)
         self.manifest["files"] = dict(sorted(item for part in entries for item in part.items()))
@@ -76,10 +81,7 @@ class Save:
         self._on_all_ranks(complete)
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        """Call a function on this rank, and return its results on all ranks, in rank order.
-
-        If any rank fails, rank 0 removes the folder. All raise SaveFailedError or RuntimeError.
-        """
+        """Call a function on each rank and return the results of all; an error is raised on all."""
         result = cause = failure = None
         try:
             result = action()
@@ -131,10 +133,7 @@ class Save:
 def _own_files(
     shards: Mapping[tuple, Shard], held: list[list[tuple]], rank: int
 ) -> dict[str, dict[str, Shard]]:
-    """Return file name -> name -> shard that this rank writes, the first of those that hold it.
-
-    The keys are kind, name and offsets; `held` has those of each rank.
-    """
+    """Return file name -> name -> shard that this rank writes, the first with its key in `held`."""
     writers = {key: number for number in reversed(range(len(held))) for key in held[number]}
     kinds = {kind for kind, _, _ in writers}
     ranks_of = {kind: sorted({n for key, n in writers.items() if key[0] == kind}) for kind in kinds}

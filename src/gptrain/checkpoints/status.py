@@ -72,11 +72,14 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
         run_dir: Folder of the run.
         replace: Whether to replace an existing status. The parent of local ranks needs this: only
             the parent knows that a rank was killed before the other ranks failed.
-        facts: Entries of the status: cause (such as `disk`), exit_code, rank, step, checkpoint
-            (newest one), resume (command that resumes from it), message, traceback.
+        facts: Entries of the status: exit_code, which is required, cause (such as `disk`), rank,
+            step, checkpoint (newest one), resume (command for it), message, traceback.
 
     Returns:
         Whether this call has written the file.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     path = Path(run_dir) / STATUS_NAME
     place = {"host": socket.gethostname(), "pid": os.getpid()}

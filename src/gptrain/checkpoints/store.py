@@ -144,7 +144,7 @@ class CheckpointStore:
     # Loading
 
     def paths(self) -> list[Path]:
-        """Return the folders of all checkpoints, verified or not, in the order of their steps."""
+        """Return the folders of all checkpoints, unverified, by step. An OSError if unreadable."""
         # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
         names = sorted(filter(STEP_NAME.fullmatch, names), key=lambda name: int(name[5:]))
@@ -184,7 +184,7 @@ class CheckpointStore:
         """Return the folders of the checkpoints that have a metric, unverified, the best one first.
 
         The best value is the lowest with the mode "min", the highest with "max"; of equal ones the
-        earliest step.
+        earliest step. Checkpoints whose manifest is damaged are left out.
         """
         sign = {"min": 1, "max": -1}[mode]
         scored = []
@@ -220,7 +220,8 @@ class CheckpointStore:
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
         """Remove all checkpoints except the newest `keep` and the protected ones, on one rank.
 
-        A checkpoint that cannot be removed stays, and the next call tries again.
+        `keep` is at least 1. A checkpoint that cannot be removed stays, and the next call tries
+        again.
         """
         for path in self.paths()[:-keep]:
             if path not in protect:

@@ -76,7 +76,7 @@ class SavedTensors:
     Args:
         source: Folder of a checkpoint, or of a net of transformers; one safetensors file; or
             tensors in memory by their names.
-        kind: MODEL or OPTIMIZER.
+        kind: MODEL or OPTIMIZER: which of the files in a folder are read.
 
     Attributes:
         shapes: Name -> shape of the full tensor.
@@ -84,6 +84,7 @@ class SavedTensors:
 
     Raises:
         DamagedCheckpointError: If a file is no safetensors file, or if files or shards are missing.
+        OSError, UnreadableFileError: If a file cannot be opened.
     """
 
     def __init__(self, source: Path | Tensors, kind: str = MODEL) -> None:
@@ -129,7 +130,8 @@ class SavedTensors:
     def read(self, tensors: Tensors) -> None:
         """Copy the saved values into the tensors or shards of this rank, by their names.
 
-        Of a saved tensor with other sizes, the values at the same indices are copied.
+        Of a saved tensor with other sizes, the values at the same indices are copied. Values of
+        another dtype are converted. A KeyError for a name that is not in `shapes`.
         """
         for name, tensor in tensors.items():
             local, begin = shard_of(tensor)
@@ -148,7 +150,7 @@ class SavedTensors:
                     local[target].copy_(part[source])
 
     def full(self) -> dict[str, Tensor]:
-        """Return all tensors in full, on the CPU. Those of one rank stay in their files, mapped."""
+        """Return the full tensors of the files, on the CPU. A tensor in one file stays mapped."""
         tensors: dict[str, Tensor] = {}
         for name, parts in self._parts.items():
             if len(parts) == 1 and isinstance(path := parts[0][0], Path):

@@ -95,7 +95,7 @@ class Timeline:
             self._write(step)
 
     def end(self, step: int) -> dict[str, float]:
-        """Record that the run has reached its own end, and return the result of `measure`."""
+        """Record that the run has reached its own end, and return what `measure` returns, or {}."""
         if self._phase is None:
             return {}
         self._write(step)

@@ -199,10 +199,7 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
 
 
 def compose_command(words: list[str]) -> DictConfig:
-    """Compose the config of a command line, which may have `from_run`, without checks.
-
-    Raises a ConfigError with all words that cannot be used.
-    """
+    """Compose the config of words, also with `from_run`, without checks, or raise a ConfigError."""
     return compose_words(expand(words))
 
 

@@ -46,12 +46,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the value of a JSON file.
-
-    Raises:
-        OSError: If the file does not exist or cannot be read.
-        UnreadableFileError: If it is damaged, or no regular file.
-    """
+    """Return the value of a JSON file. Raises as `open_regular`: UnreadableFileError if damaged."""
     return _read(path, "JSON", json.loads)
 
 
