@@ -36,8 +36,10 @@ class RunRecord:
     """One run, as its folder describes it.
 
     Attributes:
+        path: Folder of the run.
         overrides: Overrides as they were typed.
         metrics: Final metrics that are finite, or those of the newest checkpoint if it is not done.
+            Empty if there are none.
         times: `steps`, `seconds`, `goodput` and the seconds of each phase, such as `steps_s`, as
             far as they are known.
         is_done: True if the run reached its own end.
@@ -54,7 +56,7 @@ class RunRecord:
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Return the runs at or below each folder, each once. One that cannot be read is a warning."""
+    """Return the runs at or below each folder, each once. Warn on stderr of one that is damaged."""
     runs = []
     files = (file for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
     for path in dict.fromkeys(file.parents[1] for file in files):
@@ -112,7 +114,8 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     """Return the table of some runs: a row of column names, then one row per run.
 
     The columns are the name, the overrides in which the runs differ except locations, the metrics,
-    steps, seconds, goodput and the times that are not negligible, and the end. None is not known.
+    steps, seconds, goodput and the times that are not negligible, and the end. A value that is not
+    known is None.
     """
     typed = [by_key(run.overrides) for run in runs]
     keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(LOCATION_KEYS))
@@ -130,7 +133,7 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
 
 
 def text_table(runs: Sequence[RunRecord], metric: str) -> str:
-    """Return the table for a terminal.
+    """Return the table for a terminal. `metric` is the objective.
 
     The metrics are the objective, the losses and the speed, as far as any of the runs has them.
     """
