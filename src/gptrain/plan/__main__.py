@@ -67,7 +67,8 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
     """Return the machine that `hardware.name` names, or this one, and facts about its links.
 
     GPUs of this machine that are not in `gptrain.costs.hardware` are not planned, but its CPU. The
-    facts are `islands` and `slowest_ring_link` of `gptrain.costs.topology`, if links are known.
+    facts are `islands` and `slowest_ring_link` of `gptrain.costs.topology`, or none if no links are
+    known. A ConfigError if `topology` cannot be used, or another machine's devices are "auto".
     """
     hardware, source = cfg.hardware, cfg.topology
     name, gpus = hardware.name, []
@@ -111,6 +112,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     """Print the plan of a run, or with the flag `--doctor` the faults of this machine.
 
     `--json` prints the plan as JSON. The typed `words` become part of the command that it proposes.
+    Raises the ConfigError of `find_machine`, or one about a net of the user that cannot be built.
     """
     trainer = cfg.trainer
     if "--doctor" in flags:

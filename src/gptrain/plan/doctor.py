@@ -28,6 +28,10 @@ def doctor(n_local: int | None, accelerator: str) -> Iterator[str]:
     """Check this machine for faults that would stop a run or make it slow. Nothing is changed.
 
     Yields a line with a fix for each fault, and a last line that lists what was checked.
+
+    Args:
+        n_local: Number of ranks on this machine. None for one per visible GPU, or one on a CPU.
+        accelerator: Value of `trainer.accelerator`.
     """
     known = nvidia_smi("--query-gpu=index", "--format=csv,noheader").split()
     # CUDA ignores the first invalid index in CUDA_VISIBLE_DEVICES and everything after it.
@@ -59,7 +63,7 @@ def doctor(n_local: int | None, accelerator: str) -> Iterator[str]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Run nvidia-smi and return its output, or an empty string if it is missing, fails or hangs."""
+    """Run nvidia-smi and return its output, or "" if it is missing, fails or takes 20 seconds."""
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
             ["nvidia-smi", *arguments], text=True, timeout=20, stderr=subprocess.DEVNULL

@@ -19,7 +19,8 @@ def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, An
     """Return a plan like that of `gptrain.costs.choice.compare` of what is known without a step.
 
     The bytes of weights, gradients and optimizer states are exact, for the strategies that divide
-    no layer. `fits` is False if the states alone do not fit, else None.
+    no layer. `fits` is False if the states alone do not fit, else None. `best` and
+    `changes` are None. A ConfigError if the net cannot be built.
     """
     with as_config_errors(cfg, "model._target_"):
         net = build_on_meta_device(partial(build_net, cfg.model))
