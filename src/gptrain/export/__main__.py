@@ -57,6 +57,7 @@ def export(cfg: ExportRun) -> None:
     Raises:
         ConfigError: If the net has no form in transformers or peft (exit code 2), if the checkpoint
             is damaged (65) or missing (66), or if `run_dir` holds a run (73).
+        OSError: If a file cannot be written.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.config_errors import as_config_errors

@@ -27,8 +27,8 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
     """Write the weights, and for hf and peft also a config; return the bytes of the weights.
 
     The names are those of the net (safetensors), of transformers (hf) or of adapters (peft).
-    `dtype` is that of floating point weights: fp32 or bf16. A net without `to_hugging_face` or
-    `to_peft` is a ConfigError.
+    `dtype` is that of floating point weights: fp32 or bf16. The folder must exist; its files of
+    these names are replaced. A net without `to_hugging_face` or `to_peft` is a ConfigError.
     """
     if format == "safetensors":
         file, ties = "model.safetensors", tied_names(net)
@@ -54,8 +54,9 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
 def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, format: str) -> None:
     """Write the tokenizer of a run, its chat template and its generation_config.json, if there are.
 
-    For hf, the special tokens and their ids are added where transformers reads them. Ids in the
-    generation_config.json of the run win over those of the tokenizer, whose end token is added.
+    For hf, call it after `write_net`: the special tokens and their ids are added where transformers
+    reads them. Ids in the generation_config.json of the run win over those of the tokenizer, whose
+    end token is added.
     """
     copy_files(run, folder, (*TOKENIZER, *COMPANIONS, GENERATION))
     if format != "hf":
