@@ -38,7 +38,7 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
 def write_end_token(run_dir: Path, end_id: int) -> None:
     """Write the end token of a run's data into its generation_config.json, before other end tokens.
 
-    Generation from this run stops at each of them. A missing or damaged file is made anew.
+    Generation from this run stops at each of them. A missing or damaged file is replaced.
     """
     generation = read_facts(run_dir / GENERATION)
     others = [token_id for token_id in read_ends(generation) if token_id != end_id]

@@ -152,8 +152,8 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     They are the keys that decide the result: those of the groups model, module, data, optimizer,
     scheduler and callbacks, the seed, the sequences of an optimizer step over all ranks, the
     precision and the clipping of gradients. Left out are the callback that prints sampled text,
-    keys inside data.train and data.val that only repeat a key of data or model, and keys that do
-    not change the result, such as `data.num_workers`.
+    keys of a dataset that only repeat another key, such as `data.seq_len`, and keys that do not
+    change the result, such as `data.num_workers`.
     """
     facts: dict[str, Any] = {
         "seed": cfg.seed,

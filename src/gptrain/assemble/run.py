@@ -61,7 +61,7 @@ STARTING_S = 600.0  # the net is built and the first step taken, on a slow file 
 
 
 def check(cfg: RunConfig) -> None:
-    """Check that net, module, callbacks and optimizer fit the config, before any process starts.
+    """Check that ranks, batch, net, module and optimizer fit the config, before the run starts.
 
     The net is built on the meta device if its class allows it, so that it takes no memory. Nothing
     is written.
@@ -108,7 +108,7 @@ def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
     """Return what torch.compile compiles: `model.compile`, or "none" if it would not help.
 
     A value that the user typed is always used. One from a yaml file, as in `trainer=gpu`, becomes
-    "none" on a CPU and for a net without `blocks`.
+    "none" on a CPU, and "blocks" also for a net without `blocks`.
     """
     mode = cfg.model.compile
     if mode == "none" or "model.compile" in typed_keys():

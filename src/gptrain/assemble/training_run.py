@@ -76,7 +76,7 @@ class TrainingRun:
 
         fast_dev_run fits and then tests, if the module has a test_step and the data a test loader.
 
-        Rank 0 prints the run and its end, and writes result.json. Call it once.
+        Call it once. Rank 0 prints, and writes result.json except under fast_dev_run.
 
         Raises:
             PreemptedError: If the run was asked to stop, after a save if it has checkpoints.

@@ -76,7 +76,7 @@ def load_weights(
         path: Result of `find_weights`: a checkpoint's folder, a file that Lightning saved, the
             weights of transformers in one file or the index of several, or a safetensors file with
             the net's own names.
-        strict, resizes, stages: As in `load_net_state`.
+        strict, resizes, stages: Options of `load_net_state`.
 
     Returns:
         Result of `load_net_state`: phrases about what was not loaded.
