@@ -49,7 +49,7 @@ def main(
     """Run a job with the command line `sys.argv`, and exit with its exit code.
 
     Args:
-        job, schema, defaults, usage: Those of `run_command`.
+        job, schema, defaults, usage: Arguments of `run_command`.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):

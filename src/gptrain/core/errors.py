@@ -61,7 +61,7 @@ class ConfigIssue:
         key: Dotted key, flag or environment variable, or an empty string.
         value: Value of the key. None is not shown, and the string "null" shows a null.
         message: Phrase that names the fault.
-        hint: What to type instead, or an empty string.
+        hint: Text to type instead, or an empty string.
         code: Exit code of the command, see ConfigError.
     """
 
