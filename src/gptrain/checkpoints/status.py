@@ -38,9 +38,9 @@ class PreemptedError(BaseException):
 
 
 class RefusedStepError(RunError):
-    """Raised if an optimizer step, counted from 0, was left out and the run ends because of it.
+    """Base class of errors that end a run because an optimizer step was left out.
 
-    The weights are those from before the step.
+    `step` is the number of the step, counted from 0. The weights are those from before the step.
     """
 
     code = NON_FINITE

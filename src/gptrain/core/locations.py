@@ -77,7 +77,7 @@ def report_to_fit(**facts: object) -> None:
 
 
 def train_script() -> str:
-    """Return the path of the user's script for printed commands, else that of the project."""
+    """Return the path of the running script for printed commands, else the project's train.py."""
     script = Path(sys.argv[0])
     project = find_project()
     is_script = script.suffix == ".py" and script.name != "__main__.py"
