@@ -43,7 +43,7 @@ class Mixture(ConcatDataset):
     Raises:
         DataError: If there is no part, if a part has not `seq_len` positions, or if two parts have
             different tokenizers.
-        KeyError: If a part has no weight.
+        KeyError, IndexError: If a part has no weight, or no sample.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class SampleOrder:
         self._high_mask = 2 ** (n_bits - self._n_low_bits) - 1
 
     def index(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the samples at some places of the run, which counts over all epochs."""
+        """Return the samples at places of the run, int64. Place N is the first of epoch 1."""
         epochs, positions = np.divmod(np.asarray(numbers, dtype=np.int64), self.n_samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -133,7 +133,7 @@ class MixtureOrder:
 
 
 class MicroBatch(list[int]):
-    """Indices of the samples of a micro-batch. `place` is the number of samples read before it."""
+    """Indices of the samples of a micro-batch. `place` is the place of the first in the run."""
 
     place = 0
 
@@ -198,7 +198,7 @@ class TrainBatches:
                 yield batch
 
     def n_read(self, step: Any) -> Any:
-        """Return how many samples all ranks have read before an optimizer step, or several."""
+        """Return how many samples all ranks have read before a step, an int or an array of ints."""
         first_step, n_before = self.resumed
         return n_before + (step - first_step) * self.global_batch_size
 
@@ -211,7 +211,7 @@ class TrainBatches:
 class EvalBatches:
     """Batch sampler of an evaluation: gives each sample to exactly one rank, in dataset order.
 
-    All ranks yield as many batches, because ranks of a partitioned model run each batch together.
+    All ranks yield the same number of batches: ranks of a partitioned model run each together.
     The batches of a part differ by at most one sample and have at most `batch_size`, or two if that
     is 1. A rank without a sample of a small part yields [-1 - i], where i is its first sample:
     `BatchReader` reads this index as sample i without targets.
@@ -221,7 +221,8 @@ class EvalBatches:
         batch_size: Largest number of samples of a batch on one rank.
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks.
-        limit: Number of batches of each part, or their fraction, see `limit_lengths`.
+        limit: Number of batches of each part on all ranks together, an int, or their fraction, a
+            float. None reads all. See `limit_lengths`.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class EvalBatches:
         return self._batches[number][1]
 
     def samples_of(self, number: int) -> list[int]:
-        """Return the sample indices of a batch of this rank, or [] if there is no such batch."""
+        """Return the indices that a batch of this rank has, or [] if there is no such batch."""
         return [index for _, _, samples in self._batches[number : number + 1] for index in samples]
 
 

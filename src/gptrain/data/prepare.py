@@ -51,12 +51,14 @@ class TextDataset(TokenDataset):
         seq_len: Positions of a sample, T.
         path: File, folder, glob pattern or a list of these. None reads the source code of Python's
             standard library.
-        tokenizer: `bytes`, `bpe` (trained on the training text), or the path of a tokenizer.json.
-        cache_dir: Folder for the tokens.
+        tokenizer: `bytes`, `bpe` (trained on the training text), or the path of a tokenizer.json or
+            of its folder.
+        cache_dir: Folder for the tokens, which is made if it is missing.
         val_fraction: Fraction of the text for validation, see `read_pieces`.
         pattern: Pattern that the names of files within folders must match.
         vocab_size: Vocabulary size of the model. The tokenizer may not have more tokens. `bpe`
-            learns this number of tokens, or fewer if the text is too small.
+            learns this number of tokens, or fewer if the text is too small. None, which `bpe` does
+            not allow, does not check.
         format: Format of all files: text, jsonl, json, parquet or csv. None takes the format of
             each file from its suffix.
         text_key: Key of the text in a record. None is "text".
@@ -68,6 +70,7 @@ class TextDataset(TokenDataset):
 
     Attributes:
         tokenizer: Tokenizer of the tokens.
+        token_bytes: Bytes of text per token, (V,). None if the tokenizer is not byte-level.
         end_id: Token that ends each document, or None.
         fingerprint: SHA-256 of the tokens and the document ends of both splits.
         ends: Positions in the token file, (documents + 1,): where the first document begins, then
@@ -77,8 +80,8 @@ class TextDataset(TokenDataset):
     Raises:
         FileNotFoundError, ModuleNotFoundError: If a path, the tokenizer or a package is missing.
         DataError: If there is too little text, if a file is damaged or has another format, if the
-            tokenizer has more tokens than the model or lacks a needed one, or if the cache was
-            modified.
+            tokenizer has more tokens than the model or lacks a needed one, if a file changes while
+            it is read, or if the cache was modified.
         ValueError: If the `vocab_size` of a new `bpe` is too small.
     """
 

@@ -78,7 +78,8 @@ class BatchReader(WrappedDataset):
         dataset: Dataset with `__getitem__`, or with `__getitems__` for several samples at once.
         name: Config key of the dataset, for error messages.
         n_positions: Number of positions T of every sample. None: any form that can be stacked.
-        vocab_size: With `n_positions`, tokens and targets must be below it. None: not checked.
+        vocab_size: With `n_positions`, tokens and targets must be from 0 to `vocab_size - 1`, or
+            targets -100. None: not checked.
         seed: Seed of the random numbers that the dataset draws in a data worker, which depend on it
             and on the place of the batch in the run only. None changes no random generator.
     """
@@ -97,7 +98,11 @@ class BatchReader(WrappedDataset):
         self.seed = seed
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return the samples of a batch as a tuple or a dict of stacked tensors."""
+        """Return the samples of a batch as a tuple or a dict of stacked tensors.
+
+        `[-1 - i]` is sample i with all targets -100. Raises a DataError if the samples cannot be
+        stacked or do not pass a check.
+        """
         if indices[0] < 0:
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
             return tokens, torch.full_like(targets, IGNORED), *documents
@@ -150,7 +155,7 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
     """Return a dataset as a dataset of pairs if its samples are dicts of `input_ids` and `labels`.
 
     Only the first sample is read to find out. Any other dataset is returned unchanged, also an
-    empty one. Warns about keys of this sample that are not used.
+    empty one. Warns about keys of this sample that are not used; `name` begins the messages.
     """
     sample = dataset[0] if len_of(dataset) else None
     if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
@@ -161,7 +166,12 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
 
 
 def pair_of(sample: Mapping[str, Any], place: str = "sample") -> tuple[Tensor, Tensor]:
-    """Return tokens and targets, (T,) int64, of a dict of Hugging Face, or raise a DataError."""
+    """Return tokens and targets, (T,) int64, of a dict of Hugging Face.
+
+    `labels[t]` must be `input_ids[t]`, or -100 where no loss is counted, as where `attention_mask`
+    is 0. Raises a DataError, which begins with `place`, for another form, labels that are shifted
+    and padding on the left.
+    """
     try:
         tokens, labels = (torch.as_tensor(sample[key]).long() for key in ("input_ids", "labels"))
         mask = torch.as_tensor(sample.get("attention_mask", torch.ones_like(tokens))).bool()

@@ -53,7 +53,8 @@ def find_files(
     """Return the files at a path, at the matches of a glob pattern, or at each entry of a list.
 
     `keep` decides on a file in a folder by its path in it; `left_out` are folders, by name or path.
-    Raises a FileNotFoundError for a path that is missing, a DataError if no file is found.
+    Hidden files of a folder are left out. Raises a FileNotFoundError for a path that is missing, an
+    OSError for a folder that cannot be read, a DataError if no file is found.
     """
     files: dict[str, Path] = {}  # real path -> first path that leads to the file
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
@@ -88,7 +89,7 @@ def _walk(folder: str, left_out: Collection[str]) -> Iterator[Path]:
 
 
 def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]:
-    """Return the files of a corpus, or Python's standard library, as `find_files` does."""
+    """Return the files of a corpus, or with None those of Python's library, by `find_files`."""
     left_out = {str(cache_dir)}
     if path is None:
         path, left_out = sysconfig.get_path("stdlib"), left_out | _EXCLUDED_FOLDERS
@@ -99,7 +100,7 @@ def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]
 def format_of(file: Path, given: str | None = None) -> str:
     """Return the format of a file by its suffix: text, jsonl, json, parquet or csv.
 
-    A format that is `given` is returned whatever the suffix.
+    A format that is `given` is returned whatever the suffix. An unknown suffix is text.
     """
     stem = file.stem if file.suffix.lower() in _COMPRESSED else file.name
     return given or _FORMATS.get(Path(stem).suffix.lower(), "text")
@@ -115,7 +116,8 @@ def read_pieces(
     """Yield the text of a corpus in pieces, document by document, in the order of the files.
 
     Each record, and each piece of a text file, belongs to one set; those of validation are spread
-    evenly. With `newline` a document ends with a newline. Raises a DataError for a damaged file.
+    evenly. With `newline` a document ends with a newline. Raises the errors of `read_records`, and
+    a DataError for a file that is not UTF-8 or a record without `text_key` (None: "text").
     """
     n_bytes = sum(file.stat().st_size for file in files)
     sizes = min(PIECE_CHARS, 1 + n_bytes // 64), min(_LINE_CHARS, 1 + n_bytes // 16)
@@ -165,9 +167,10 @@ def _is_val(number: int, fraction: float) -> bool:
 
 
 def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
-    """Yield each record of a file, and its place for an error message.
+    """Yield each record of a file of the format `kind`, and its place for an error message.
 
-    Raises a DataError if the file is damaged, and a ModuleNotFoundError without `datasets`.
+    Raises a DataError if the file is damaged, an OSError if it cannot be read, and a
+    ModuleNotFoundError if it needs the package `datasets`, which is missing.
     """
     number = 0
     try:

@@ -46,7 +46,8 @@ class StreamDataset(WrappedDataset):
     of the part, whatever the indices. When the part ends, the next pass over it begins.
 
     Raises:
-        DataError: If the stream is an iterator, which can be read only once.
+        DataError: If the stream is a generator or another iterator of Python itself, which can be
+            read only once. Reading a sample raises it if the stream has none.
     """
 
     def __init__(self, dataset: Any, name: str):
@@ -90,6 +91,7 @@ class StreamDataset(WrappedDataset):
         """Choose the part of a rank that `__getitems__` reads, from a `position` or its beginning.
 
         Call it once, in the process that reads. `seed` seeds the random generators of this process.
+        `rank` is one of the `world_size` ranks that divide the stream.
         """
         # The threads of `tokenizers` do not survive the fork of a worker.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -179,10 +181,11 @@ class StreamPositions:
             yield batch
 
     def after(self, n_batches: int) -> dict[str, Any] | None:
-        """Return the position after some micro-batches, those of complete steps since the start.
+        """Return the position after `n_batches` micro-batches of complete steps, `start` after 0.
 
         Raises:
-            KeyError: If more than two later steps were loaded, so that the position is forgotten.
+            KeyError: If more than two later steps were loaded, so that the position is forgotten,
+                or if the step was not loaded yet.
         """
         return dict(self._after_steps)[n_batches] if n_batches else self.start
 
@@ -190,8 +193,8 @@ class StreamPositions:
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
     """Wrap a stream as a dataset whose samples have an index, and return others unchanged.
 
-    The training stream (`name` is data.train) becomes a StreamDataset. Of any other stream,
-    `n_samples` samples or all are read into memory at once.
+    The training stream (`name` is data.train) becomes a StreamDataset, with its errors. Of any
+    other stream, `n_samples` samples, or all with None, are read into memory at once.
     """
     if not is_stream(dataset):
         return dataset

@@ -129,7 +129,9 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return the token ids of a text, (N,) int64.
 
-        With `special`, the names of control tokens in the text become these tokens.
+        With `special`, the names of control tokens in the text become these tokens. A character
+        without a token becomes the unknown token. If there is none, a BPE leaves the character out,
+        and other tokenizers raise a plain Exception.
         """
         return self.encode_special(text)[0] if special else self.encode_batch([text])[0]
 
@@ -166,7 +168,7 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Copy the tokenizer.json and its companions to a folder, and replace files of these names.
 
-        `chat_template` is written even if it was set after the tokenizer was loaded.
+        The folder must exist. `chat_template` is written also if it was set after loading.
         """
         copy_files(self.path.parent, folder, COMPANIONS)
         if self.chat_template is not None:
@@ -178,7 +180,7 @@ class Tokenizer:
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
     """Copy those of the named files that exist to another folder, and return their names.
 
-    Files of these names in the folder are replaced.
+    Files of these names in the folder are replaced. If both folders are the same, return [].
     """
     if source.resolve() == folder.resolve():
         return []
@@ -207,7 +209,9 @@ def train_bpe(
     """Train a byte-level BPE tokenizer, write it to `path`, and return it.
 
     256 of its tokens are the bytes, so that every text can be encoded. Words are split as by GPT-2.
-    With `has_end` one more is an end token. Raises a ValueError if `vocab_size` is below these.
+    With `has_end` one more is the end token <|endoftext|>. A short text gives fewer tokens than
+    `vocab_size`. The folder of `path` must exist. Raises a ValueError if `vocab_size` is below 256,
+    or 257 with an end token.
     """
     n_end_tokens = 1 if has_end else 0
     if vocab_size < 256 + n_end_tokens:

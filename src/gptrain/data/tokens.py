@@ -41,7 +41,7 @@ _SAMPLED_TOKENS = 2**18  # of the fingerprint
 
 
 class TokenFile(NamedTuple):
-    """Path and layout of a file of tokens. `dtype` is NumPy's name of their type."""
+    """Path of a token file, NumPy's name of the type, number of tokens and place of the first."""
 
     path: Path
     dtype: str
@@ -60,12 +60,12 @@ class TokenDataset(BatchDataset):
     the next window. Windows never cross the end of a file.
 
     Args:
-        path: File, glob pattern, folder of .bin and .npy files, or a list of these.
+        path: File, glob pattern, folder of .bin and .npy files, or a list of these, also with `~`.
         seq_len: Positions of a sample, T.
         dtype: Type of the tokens in raw files: uint16, uint32 or int64. Files with a header or an
             index have their own type.
         vocab_size: Number of tokens of the vocabulary. Raw files of a narrower type than it needs
-            are refused. None does not check.
+            are refused; token ids are not compared. None does not check.
         keep_tail: Whether the last tokens of a file that do not fill a window make one more sample,
             padded with targets -100. Every token except the first of each file is then a target
             exactly once.
@@ -75,7 +75,9 @@ class TokenDataset(BatchDataset):
     Raises:
         FileNotFoundError: If there is no such file.
         OSError: If a file or a folder cannot be read.
-        DataError: If a file is damaged or has another type, or if the files hold no window at all.
+        DataError: If a folder has no token file, if a file is damaged or has another type, or if
+            the files hold no window at all.
+        ValueError: If NumPy cannot read a .npy file.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def find_token_files(path: Paths, split: str = "") -> list[Path]:
-    """Return the token files at `path`, without indices (.idx) and files of other splits."""
+    """Return the files at `path` but .idx, of a folder .bin and .npy files of no other split."""
     others = _OTHER_SPLITS.get(split, ())
 
     def is_of_split(name: str) -> bool:
@@ -168,7 +170,7 @@ def find_token_files(path: Paths, split: str = "") -> list[Path]:
 def open_token_file(
     path: str | os.PathLike, dtype: str = "uint16", vocab_size: int | None = None
 ) -> TokenFile:
-    """Return the layout of a token file, from header, index or size, or raise a DataError."""
+    """Return the layout of a token file. Arguments and errors are those of `TokenDataset`."""
     path = Path(path)
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
