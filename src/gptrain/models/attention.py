@@ -86,11 +86,15 @@ class CausalSelfAttention(nn.Module):
         n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
         bias: True if the four projections have a bias.
         dropout: Dropout probability of the attention weights.
-        d_head: Width K of a head. None for `d_model // n_heads`, which must be an integer.
+        d_head: Width K of a head. None for `d_model / n_heads`.
 
     Attributes:
         exchange: Exchange of positions with ranks that have other positions of the same sequence
-            (`context_plan` in `gptrain.models`). None if this rank has all positions.
+            (`context_plan` in `gptrain.models`), all of which must then call the module. None if
+            this rank has all positions.
+
+    Raises:
+        ValueError: If `d_head` is None and `n_heads` does not divide `d_model`.
     """
 
     exchange: Any = None
@@ -114,7 +118,8 @@ class CausalSelfAttention(nn.Module):
 
         Args:
             x: Input, (B, T, D). With a cache, it holds the new positions only.
-            cache: Keys and values of the preceding positions, to which new ones are appended.
+            cache: Keys and values of the preceding positions, to which new ones are appended. None
+                if `x` begins the sequences.
             layout: Positions and documents of the tokens. By default the positions follow those of
                 the cache. A layout with documents must not be combined with a cache, which is not
                 checked.
@@ -160,8 +165,8 @@ def attend(
         q: Queries, (B, H, T, K).
         k: Keys, (B, G, S, K).
         v: Values, (B, G, S, K).
-        mask: Boolean mask (T, S) of the positions to which each query attends. None attends to all
-            preceding positions and itself.
+        mask: Boolean mask (T, S) of the positions to which each query attends. None, for T = S,
+            attends to all preceding positions and itself.
         layout: Layout of the sequence, whose documents replace the mask.
         dropout: Dropout probability of the attention weights.
     """

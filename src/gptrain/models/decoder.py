@@ -95,7 +95,8 @@ class Decoder(nn.Module):
             cache: Cache of the preceding positions, made by `new_cache`. The positions of `tokens`
                 are appended to the cache. None if `tokens` are full sequences.
             layout: Positions and documents of the tokens. By default all tokens of a sequence
-                belong to one document, and their positions follow those of the cache.
+                belong to one document, and their positions follow those of the cache. A layout with
+                documents must not be combined with a cache, which is not checked.
 
         Raises:
             ValueError: If the sequences, with the cached positions, are longer than `max_seq_len`,
@@ -144,7 +145,7 @@ class Decoder(nn.Module):
         return self.token_embedding(tokens)
 
     def new_cache(self) -> KVCache:
-        """Return an empty key-value cache for `forward`."""
+        """Return an empty key-value cache for `forward`, for one batch of sequences."""
         return [LayerCache() for _ in range(self.n_layers)]
 
     def initialize(self) -> None:

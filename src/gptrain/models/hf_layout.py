@@ -104,7 +104,7 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def from_llama(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
     """Return a state dict for a Llama from a LlamaForCausalLM or a Qwen3ForCausalLM.
 
-    Tensors and a `config` of another net are treated as by `from_gpt2`.
+    The result, unknown tensors and the errors are as with `from_gpt2`.
     """
     defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, **_FIXED_LLAMA}
     completed = {**defaults, **config}

@@ -26,8 +26,6 @@ from gptrain.models.rms_norm import RMSNorm
 class Llama(Decoder):
     """Llama: a decoder with rotary positions, grouped heads of k and v, RMSNorm and SwiGLU.
 
-    No layer has a bias.
-
     Args:
         vocab_size: Number of token ids V.
         d_model: Width D of the residual stream.
@@ -48,6 +46,9 @@ class Llama(Decoder):
 
     Attributes:
         d_head: Width of a head.
+
+    Raises:
+        ValueError: If `d_head` is None and `n_heads` does not divide `d_model`.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
@@ -111,7 +112,7 @@ class RotaryAttention(CausalSelfAttention):
         return q, k
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the signed sines of the rotations, each (..., T, 1, d_head).
+        """Return cosines and signed sines, each (..., T, 1, d_head), for positions (..., T).
 
         Values i of a head's two halves, a and b, become a cos - b sin and b cos + a sin.
         """

@@ -37,6 +37,9 @@ class SimpleGPT(Decoder):
             of attention and MLP.
         activation: Activation of the MLP: "gelu" (exact) or "gelu_tanh" (the approximation with
             which GPT-2 was trained).
+
+    Raises:
+        ValueError, KeyError: If `n_heads` does not divide `d_model`, or for another activation.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
