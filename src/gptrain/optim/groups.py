@@ -39,14 +39,18 @@ def muon_groups(
     weight decay, and parameters without `requires_grad` are in no group.
 
     Args:
-        net: Net whose attribute `blocks` has the hidden matrices, else a ValueError is raised.
+        net: Net whose attribute `blocks` has the hidden matrices.
         parameters: Parameters to train, also those outside `net`. Defaults to those of `net`.
-        names: Names of the parameters of `net`. A name that begins with `head.` marks the head. A
-            tied head counts as embedding if it has the embedding's name.
+        names: Name of each parameter of `net`, as `net.named_parameters` has it by default. A name
+            that begins with `head.` marks the head. A tied head counts as embedding if it has the
+            embedding's name. A parameter without a name counts as outside `net`.
         embedding_lr: Learning rate of all tensors of `net` that are of no other kind. None for `lr`
             of the optimizer.
         head_lr: Learning rate of the head. None for `lr`.
         vector_lr: Learning rate of biases and norms. None for `lr`.
+
+    Raises:
+        ValueError: If the net has no attribute `blocks`.
     """
     if not hasattr(net, "blocks"):
         raise ValueError(

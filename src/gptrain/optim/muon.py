@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
         eps: Epsilon of AdamW.
         weight_decay: Decoupled weight decay of groups without their own.
         momentum: Nesterov momentum of Muon.
-        fused: True to run AdamW as one kernel. Set it to False on devices without that kernel.
+        fused: True to run AdamW as one kernel. It must be False on devices without that kernel.
 
     Attributes:
         replicas: Mesh of the ranks that hold the same plain (not sharded) weights and gradients.
