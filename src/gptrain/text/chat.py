@@ -100,7 +100,10 @@ class ChatFormat:
         return EncodedChat(tokens, is_target)
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Return the tokens after which the assistant writes its next message."""
+        """Return the tokens after which the assistant writes its next message.
+
+        Raises a DataError if the template refuses the messages.
+        """
         return self.tokenizer.encode(self._render(messages, True), special=True).tolist()
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:

@@ -66,12 +66,13 @@ def generate(
     """Draw tokens that follow a prompt, and yield each as soon as it is drawn.
 
     The net reads the last `max_seq_len` tokens, or all if it has no such attribute. It is in
-    evaluation mode until the iterator ends, and then in its former mode again.
+    evaluation mode until the iterator ends, and then in its former mode again. If ranks hold parts
+    of the net, all must iterate, with equal generators.
 
     Args:
         net: Net with the contract of `gptrain.models`.
         prompt: Token ids of the prompt, at least one.
-        n_tokens: Number of tokens to draw.
+        n_tokens: Largest number of tokens to draw.
         sampling: Settings of the distribution.
         generator: Generator of the random numbers, on the device of the net.
         cache: True to compute each position only once, if the net has `new_cache` and while the

@@ -70,7 +70,7 @@ def score(
 
     Raises:
         ValueError: If `context` is not from 1 to T.
-        DataError: If a text has a character that the tokenizer has no token for.
+        Exception: If the tokenizer cannot encode a text (`Tokenizer.encode`).
     """
     device = next(net.parameters()).device
     was_training = net.training

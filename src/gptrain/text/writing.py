@@ -41,7 +41,8 @@ def generate(
         The continuation of each prompt, without the prompt.
 
     Raises:
-        DataError: If a prompt has no token, or a character that the tokenizer has no token for.
+        DataError: If a prompt has no token.
+        Exception: If the tokenizer cannot encode a prompt (`Tokenizer.encode`).
     """
     writer = Writer(net, tokenizer, Sampling(temperature, top_k, top_p), n_tokens, stop, seed)
     return ["".join(writer.answer(prompt)) for prompt in prompts]
@@ -58,7 +59,7 @@ class Writer:
             template renders. Prompt and answer are then added to the conversation.
 
     Raises:
-        DataError: If the chat template is to be used and is not valid.
+        DataError: If the chat template is to be used and `ChatFormat` refuses it.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Writer:
         """Yield the text that follows a prompt, in pieces.
 
         Raises:
-            DataError: If the prompt has no token or a character without a token, or if the chat
-                template refuses the conversation.
+            DataError: If the prompt has no token, or if the chat template refuses the conversation.
+            Exception: If the tokenizer cannot encode the prompt (`Tokenizer.encode`).
         """
         question = {"role": "user", "content": prompt}
         stop_ids = [*self.tokenizer.stop_ids]
@@ -95,7 +96,7 @@ class Writer:
         self.messages += [question, {"role": "assistant", "content": text}]
 
     def write(self, prompt: str) -> None:
-        """Print the answer to a prompt, after the prompt itself unless this is a chat."""
+        """Print `answer` to a prompt, after the prompt itself unless this is a chat."""
         for piece in chain([] if self.format else [prompt], self.answer(prompt)):
             print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         print(flush=True)
