@@ -80,7 +80,8 @@ def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: in
 def largest_batch_size(step: Step, machine: Machine) -> int:
     """Return the largest batch_size of a step that fits into the memory, or 0.
 
-    It is a multiple of the microbatches of a pipeline. The number of micro-steps stays the same.
+    It is a multiple of the microbatches of a pipeline. The number of micro-steps stays the same,
+    and the `batch_size` of the given step does not count.
     """
 
     def peak(n: int) -> float:

@@ -148,6 +148,9 @@ def machine_of(
         n_local: Number of GPUs, and of ranks, on the node.
         link: Key of LINKS, the link between the GPUs of a node. None for the device's own.
         network: Key of LINKS, the link between nodes, of each GPU.
+
+    Raises:
+        KeyError: If a key is not in its table.
     """
     _, gib, tb_per_s, own_link, tflops, (matmul, attention), sheet = DEVICES[name]
     near, far = LINKS[link or own_link], LINKS[network]

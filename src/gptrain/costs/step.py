@@ -256,6 +256,8 @@ class Traffic(NamedTuple):
     """The data of one kind, such as gradients, that a rank sends in an optimizer step.
 
     Attributes:
+        what: Kind of the data, for the output of the planner.
+        axis: Axis of the device mesh.
         n_bytes: Bytes that one rank sends over the axis, in `calls` collectives.
         hops: Number of messages of one collective that follow each other.
         exposed: Fraction of the traffic that cannot overlap with computation.
@@ -272,7 +274,7 @@ class Traffic(NamedTuple):
 
 
 def gather_bytes(n_bytes: float, n_ranks: int) -> float:
-    """Return the bytes that a rank sends to all-gather or reduce-scatter around a ring.
+    """Return the bytes that a rank sends to all-gather or reduce-scatter `n_bytes` around a ring.
 
     Source: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002
     """
@@ -280,7 +282,7 @@ def gather_bytes(n_bytes: float, n_ranks: int) -> float:
 
 
 def find_traffic(step: Step) -> Iterator[Traffic]:
-    """Yield what a rank sends in an optimizer step, without the few hundred bytes of its votes."""
+    """Yield what a rank sends in a step, also kinds of 0 bytes, without the bytes of its votes."""
     net, dims = step.net, step.dims
     n_blocks, is_first, is_last = step.part
     n_ends = [is_first, is_last].count(True)
@@ -396,7 +398,7 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
         recomputed_flops: FLOPs that activation checkpointing adds.
         wire_bytes_per_step: Bytes that the rank sends.
         wire: The same bytes by kind, axis and link.
-        step_s: Seconds of a step. This and all other times are None on a CPU.
+        step_s: Seconds of a step. This and all values below are None on a CPU.
         communication_s: Seconds of all communication.
         overlapped_s: Seconds of communication that overlap with computation.
         tokens_per_s: Tokens of all ranks per second.

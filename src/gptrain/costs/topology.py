@@ -26,7 +26,7 @@ def speed(link: str) -> int:
 
 
 def find_islands(links: Links) -> list[list[int]]:
-    """Return groups for tensor parallelism: GPUs with NVLinks to all of their group, or one."""
+    """Return groups for tensor parallelism: GPUs with NVLinks to all of their group, or one GPU."""
     islands: list[list[int]] = []
     for gpu in sorted({gpu for gpu, _ in links}):
         linked = [group for group in islands if all(speed(links[gpu, peer]) > 0 for peer in group)]
