@@ -22,11 +22,12 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 
 
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
-    """Make each of `net.blocks` recompute activations in its backward pass, to save memory.
+    """Make each of `net.blocks` recompute activations in its backward pass, in place.
 
     Losses and gradients stay the same, also with dropout. "full" keeps only the input of a block:
     least memory, a third more FLOPs. "selective" also keeps the outputs of matrix multiplications
-    and attention. Running averages of batch normalization are an IncompatibleModelError.
+    and attention. "none" does nothing. Running averages of batch normalization in a block are an
+    IncompatibleModelError.
     """
     if mode == "none":
         return
@@ -46,7 +47,8 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
 def apply_compile(net: nn.Module, mode: str) -> None:
     """Compile `forward` of each of `net.blocks` ("blocks"), or of the net ("model"), in place.
 
-    Equal blocks share their code, so "blocks" takes a fraction of the compile time of "model".
+    "model" also compiles `hidden`. "none" does nothing. Equal blocks share their code, so "blocks"
+    takes a fraction of the compile time of "model".
     """
     if mode == "blocks":
         for block in net.get_submodule("blocks").children():

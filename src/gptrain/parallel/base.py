@@ -91,6 +91,10 @@ class Parallel:
     except under `single`.
 
     Attributes:
+        dims: Number of ranks along each axis.
+        precision: Precision as Lightning names it.
+        net: Net or part of it that this rank holds. None before `partition`.
+        weights_device: Device of the weights, the CPU if they are offloaded.
         name: Name of the strategy.
         axes: Axes over which the strategy divides the work, also those of one rank.
         shards: True if FSDP2 shards the parameters over the data and the context axis.
@@ -99,6 +103,7 @@ class Parallel:
         mesh: Device mesh with four axes. None under `single`.
         ddp_arguments: Keyword arguments of DistributedDataParallel. Empty if it is not used.
         data_group: Ranks that read different samples of the same step. None under `single`.
+        gradient_group: Ranks that average their gradients: those of the data and the context axes.
         step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
             object averages.
@@ -173,7 +178,10 @@ class Parallel:
     # Partitioning, while the net is built
 
     def partition(self, net: Net, activation_checkpointing: str, compile: str) -> None:
-        """Turn a full net into the part that this rank holds, in place."""
+        """Turn a full net into the part that this rank holds, in place.
+
+        Modes and errors are those of `apply_activation_checkpointing` and `apply_compile`.
+        """
         self.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
@@ -240,6 +248,7 @@ class Parallel:
 
         The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
         bias. Under context parallelism each rank computes its own positions, and all get the sum.
+        Callers and errors are those of `mean_loss`.
         """
         tokens, targets, documents = batch
         layout: dict[str, Any] = layout_argument(documents)
@@ -278,7 +287,10 @@ class Parallel:
 
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V) and targets (C,) of C positions at a time, for metrics."""
+        """Yield logits (C, V) and targets (C,) of C positions with a target at a time, for metrics.
+
+        All ranks between which the net or a sequence is divided must iterate.
+        """
         tokens, targets, documents = batch
         layout = layout_argument(documents)
         if self.uses_hidden(net):
@@ -286,7 +298,7 @@ class Parallel:
         return logits_in_chunks(net_logits(net, tokens, targets, **layout), nn.Identity(), targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Compute a metric on a rank that has logits, and return the value on every rank."""
+        """Compute a metric where the logits are, and return it on all ranks of a pipeline."""
         return compute()
 
     # Gradients of a step
@@ -314,7 +326,7 @@ class Parallel:
             sum_gradients(self.partial_parameters, cast(Any, self.group_along(TENSOR)))
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients over the ranks that read other samples, or other parts of them."""
+        """Average gradients over `gradient_group`. Collective. Raises the error of `check_use`."""
         group = self.gradient_group
         if group is not None and group.size() > 1:
             is_used = {p: p.grad is not None for p in parameters if p.requires_grad}
@@ -329,7 +341,7 @@ class Parallel:
         return clip_grad_norm(parameters, max_norm)
 
     def check_gradients(self) -> None:
-        """Raise an IncompatibleModelError if a hook has changed gradients of a pipeline."""
+        """Do nothing. A pipeline raises an IncompatibleModelError if a hook changed gradients."""
 
 
 def supports_chunked_loss(net: nn.Module) -> bool:
@@ -339,7 +351,10 @@ def supports_chunked_loss(net: nn.Module) -> bool:
 
 
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor, **layout: Any) -> Tensor:
-    """Run the net on tokens (B, T) and return its logits (B, T, V)."""
+    """Run the net on tokens (B, T) and return its logits (B, T, V).
+
+    Any other result, compared with the shape of `targets` (B, T), is an IncompatibleModelError.
+    """
     logits = net(tokens, **layout)
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if shape[:-1] != targets.shape:

@@ -55,7 +55,7 @@ Tensors = dict[str, Tensor]  # by the names that a message shows
 
 
 def is_of_library(net: nn.Module) -> bool:
-    """Return whether a net consists of unchanged layers of gptrain.models and torch.nn only."""
+    """Return whether a net has unchanged layers of gptrain.models and torch.nn only, no buffers."""
     return all(
         type(part).__module__.startswith(LIBRARIES)
         and not {"forward", "embed", "hidden"} & vars(part).keys()

@@ -34,7 +34,7 @@ class PartLayout(SequenceLayout):
     """Layout of the part of each sequence that one rank computes: its `positions`.
 
     `documents` and `block_mask` are those of the full sequences, `index` (t,) the places of the
-    part.
+    part, and `is_padding` (t,) is True where a place is after the end.
     """
 
     index: Tensor = field(kw_only=True)
@@ -90,7 +90,7 @@ def part_layout(
 
 
 class AllToAllHeads:
-    """The communication of attention, described at `context_plan` in `gptrain.models`."""
+    """Collective exchanges of attention, described at `context_plan` in `gptrain.models`."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group

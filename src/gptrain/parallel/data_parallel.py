@@ -42,7 +42,7 @@ def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
-    """Build the arguments (state, hook) of DistributedDataParallel.register_comm_hook, or None."""
+    """Build (state, hook) for DistributedDataParallel.register_comm_hook, or None for "none"."""
     if name == "none":
         return None
     if name == "powersgd":

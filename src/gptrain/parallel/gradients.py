@@ -15,7 +15,10 @@ from gptrain.parallel.requirements import IncompatibleModelError
 def sum_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1
 ) -> None:
-    """Replace each gradient by its sum over a group of ranks, divided by `divisor`. Collective."""
+    """Replace each gradient by its sum over a group of ranks, divided by `divisor`. Collective.
+
+    All ranks must have the same gradients in the same order (`check_use`).
+    """
     if group.size() == 1:
         return
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -38,7 +41,8 @@ def check_use(
     """Make the ranks of a group agree on which parameters have a gradient in this step.
 
     A parameter that only other ranks use gets zeros, or is an IncompatibleModelError if
-    `finds_unused` is False. Only a rank without one of the gradients waits for its device.
+    `finds_unused` is False; one that no rank uses has no gradient. Collective: all ranks pass the
+    same parameters in the same order. Only a rank that lacks a gradient waits for its device.
     """
     if not is_used:
         return
@@ -69,8 +73,9 @@ def clip_grad_norm(
     """Clip gradients in place to `max_norm`, and return their global norm before clipping.
 
     norm^2 = sum over ranks of |local gradient|^2. The first of the ranks that hold the same values
-    counts them. All ranks of the mesh and of `stages`, those of a pipeline, must call it. The norm
-    is computed in fp32, for fp64 parameters in fp64, and the host does not wait.
+    counts them, and this rank leaves out `counted_on_other_stage`. All ranks of the mesh and of
+    `stages`, those of a pipeline, must call it. A `max_norm` of None or 0 only measures. The norm
+    is a scalar tensor in fp32, for fp64 parameters in fp64, and the host does not wait.
     """
     parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.

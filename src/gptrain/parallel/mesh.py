@@ -96,10 +96,11 @@ def after_rank_0(
 
     The function may write files that the other ranks then read. These wait for a key of the store,
     not in a collective: preparing a corpus can take hours longer than the timeout of collectives.
-    Call it once per process group and key, because the key stays set.
+    All ranks call it, once per process group and key, because the key stays set. Without a process
+    group the function is only called.
 
     Raises:
-        TimeoutError: On the other ranks, if rank 0 does not return within `timeout_s`.
+        TimeoutError: On the other ranks, if rank 0 fails or does not return within `timeout_s`.
     """
     if not dist.is_initialized():
         return function()
@@ -141,7 +142,10 @@ def from_rank_0(value: T) -> T:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather a picklable value of each rank of a group, or of all, in rank order. Collective."""
+    """Gather a picklable value of each rank of a group, or of all, in rank order. Collective.
+
+    Without a process group the list has `value` only.
+    """
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)

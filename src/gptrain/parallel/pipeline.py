@@ -78,7 +78,7 @@ class Pipeline(Parallel):
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
     def split(self, net: Net) -> None:
-        """Keep only this rank's stage in the net, in place, and remove all other layers."""
+        """Keep only this rank's stage in the net, in place; `forward` and `hidden` then raise."""
         self.net = net
         self._schedule = cache(self._build_schedule)
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
@@ -86,9 +86,9 @@ class Pipeline(Parallel):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """As `Parallel.prepare`; the norm counts tied and extra parameters on the first rank only.
+        """Prepare as `Parallel.prepare`, and let the first rank alone count what others hold, too.
 
-        Extra ones are those of the module outside its net, which every rank holds.
+        The norm counts tied parameters, and those of the module outside its net, only once.
         """
         super().prepare(module, optimizer)
         shared = {*self.tied_parameters, *self.extra_parameters}
@@ -108,7 +108,11 @@ class Pipeline(Parallel):
         return F.linear(net.norm(x), net.head.weight, net.head.bias)
 
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the mean loss per target on all ranks. `backward` adds the gradients."""
+        """Return the mean loss per target on all ranks of the pipeline, which must call it.
+
+        With gradients enabled the schedule also runs the backward passes, and `backward` of the
+        result adds their gradients.
+        """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, batch, options)
         divisor = self.count_and_get_divisor(batch.targets)
@@ -163,11 +167,14 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
-        """Run the pipeline without gradients and return the sum of `loss` over the microbatches."""
+        """Return the sum of `loss` over the microbatches, without gradients. Collective."""
         return self._run(False, gcd(len(batch.tokens), self.microbatches), batch, loss)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients once per step, also those of weights that both ends share."""
+        """Check and complete the gradients of a step, also of weights that both ends share.
+
+        Collective. Raises the errors of `Parallel.finish_gradients` and of `check_gradients`.
+        """
         self.check_gradients()
         super().finish_gradients()
         if self.tied_parameters:
@@ -176,7 +183,7 @@ class Pipeline(Parallel):
         self._seen = self._versions()
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip all gradients to `max_norm`, and return the norm of the full net before clipping."""
+        """Clip the gradients of all stages, and return their norm before. Collective."""
         counted = self.counted_on_other_stage
         norm = clip_grad_norm(parameters, max_norm, self.group, counted)
         self._seen = self._versions()

@@ -34,7 +34,7 @@ def make_net_on(
 
     In both cases the global CPU generator ends in the state that one call of `make_net` leaves, so
     that a seed gives the weights that a single process would have. There is no communication.
-    `make_net` may be called several times.
+    `make_net` may be called twice. `partition` changes the net in place.
     """
     rng_state = torch.random.get_rng_state()
     net = build_on_meta_device(make_net)

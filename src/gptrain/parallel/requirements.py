@@ -106,7 +106,8 @@ def check_layout(net: nn.Module, n_positions: int = 0) -> None:
 
     Raises:
         IncompatibleModelError: If `forward` has no argument `layout`, or if a sample of
-            `n_positions` is too long, which the net itself does not check for packed documents.
+            `n_positions` (0: unknown) is too long, which the net itself does not check for packed
+            documents.
     """
     if "layout" not in signature(type(net).forward).parameters:
         message = f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models)"

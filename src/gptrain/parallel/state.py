@@ -92,6 +92,9 @@ def optimizer_state(
         values: Name -> kind -> value, for what is no tensor, of all stages.
         param_groups: Groups of all stages, with parameter names. An option that is a tensor with
             one element, such as a learning rate on the device, becomes a number.
+
+    Raises:
+        ValueError: If a parameter of the optimizer has no name in `parameters`.
     """
     names = _names(parameters, optimizer)
     groups = [

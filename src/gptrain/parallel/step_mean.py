@@ -33,6 +33,9 @@ class StepMean:
     changes the targets, the number of targets of the step is not known before its last micro-step.
 
     Attributes:
+        divisor: Scalar tensor, the divisor of the current step. `begin_step` sets it.
+        losses: Detached loss of each micro-batch of the step by its index, as Lightning has divided
+            it by the number of micro-steps. `GPTStrategy.backward` fills it.
         counted: Targets of the current micro-batch, if gptrain's loader has counted them, and their
             version: torch increases it when a tensor is changed in place.
         n_targets: Number of targets that the losses of the last step have counted, over all data
@@ -73,7 +76,7 @@ class StepMean:
         return n_targets.clamp(min=1)
 
     def reduce(self, n_micro_batches: int) -> None:
-        """Set `n_targets` and `loss` after the last micro-step. Collective."""
+        """Set `n_targets` and `loss` after the last micro-step. Collective over the data ranks."""
         unknown = torch.full_like(self.divisor, math.nan)
         n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
         # Lightning has divided each loss by the number of micro-steps.

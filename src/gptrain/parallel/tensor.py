@@ -97,7 +97,7 @@ def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options
 
 
 def pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
-    """Pad a sequence layout at its end to a multiple of `n_ranks` positions."""
+    """Return a sequence layout that is padded at its end to a multiple of `n_ranks` positions."""
     if layout.positions.shape[-1] % n_ranks == 0:
         return layout
     if layout.documents is None:
