@@ -49,11 +49,7 @@ def main() -> None:
 def start(cfg: CollectivesRun) -> None:
     """Start the ranks and wait for them, or run this process as a rank that torchrun started.
 
-    Args:
-        cfg: Options of the command.
-
-    Raises:
-        Exception: If a rank fails.
+    Raises the exception of this rank, or torch's ProcessException if a rank that it started fails.
     """
     n_gpus = 0 if cfg.trainer.accelerator == "cpu" else torch.cuda.device_count()
     if "RANK" in os.environ:

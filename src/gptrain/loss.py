@@ -350,9 +350,5 @@ def count_targets(targets: Tensor) -> Tensor:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which many losses or counts are summed: float64, but float32 on MPS.
-
-    Args:
-        device: Device of the sum. MPS has no float64.
-    """
+    """Return the dtype in which many losses or counts are summed: float64, but float32 on MPS."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -60,11 +60,7 @@ class SequenceLayout:
 
 
 def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
-    """Return {"layout": layout} for a net that is called with packed documents, else {}.
-
-    Args:
-        documents: Index of the document of each token, (B, T), or None.
-    """
+    """Return {"layout": layout}, as an argument of a net, for documents (B, T), and {} for None."""
     return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
 
 

@@ -71,12 +71,7 @@ class Decoder(nn.Module):
     def build(
         self, make_block: Callable[[], nn.Module], make_norm: Callable[[], nn.Module]
     ) -> None:
-        """Create `blocks`, `norm` and `head`, and initialize all parameters.
-
-        Args:
-            make_block: Function that returns a new block.
-            make_norm: Function that returns a new norm.
-        """
+        """Create `blocks`, `norm` and `head`, the first two by these functions, and initialize."""
         with torch.device("meta"):
             self.blocks = nn.ModuleList(make_block() for _ in range(self.n_layers))
             self.norm = make_norm()

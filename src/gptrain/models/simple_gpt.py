@@ -78,12 +78,7 @@ class SimpleGPT(Decoder):
 
 
 class MLP(nn.Module):
-    """MLP of a block with a hidden layer of width 4 * d_model.
-
-    Args:
-        d_model: Width of the input and the output.
-        activation: "gelu" (exact) or "gelu_tanh" (approximation).
-    """
+    """MLP with a hidden layer of width 4 * d_model. The activations are those of `SimpleGPT`."""
 
     def __init__(self, d_model: int, activation: str):
         super().__init__()

@@ -75,9 +75,6 @@ class ChatFormat:
         The conversation is also rendered up to each answer, and through it: the assistant writes
         what the second text adds to the first.
 
-        Args:
-            messages: Messages of the conversation.
-
         Raises:
             DataError: If the template refuses the messages, or if it renders an earlier message in
                 another way when others follow. A net that learned the whole text would then read
