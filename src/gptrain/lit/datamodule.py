@@ -46,6 +46,9 @@ class TextDataModule(pl.LightningDataModule):
             fraction. None or no entry is the full set.
         stream: StreamDataset that the training dataset is or wraps, or None.
         positions: Positions of this rank's part of the stream.
+
+    Raises:
+        DataError: If one step needs more samples than `train` has.
     """
 
     train: Dataset
@@ -95,7 +98,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._loaded_tokens + (self.step - self._loaded_step) * self.lengths.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run in its training data, for a checkpoint."""
+        """Return the position of the run in its training data. Collective, for a stream."""
         state = {"step": self.step, "read": self.batches.n_read(self.step), "tokens": self.tokens}
         if self.stream is not None:
             own = self.positions.after((self.step - self._loaded_step) * self.accumulate)
@@ -105,7 +108,7 @@ class TextDataModule(pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position in the data. Raises a ConfigError for a stream of other ranks."""
+        """Set the position, in a fit only. A stream of another number of ranks: a ConfigError."""
         if cast(pl.Trainer, self.trainer).state.fn != "fit":
             return
         self._loaded_step = state_dict["step"]
@@ -136,7 +139,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._evaluation_loader(self.val if self.test is None else self.test, "data.test")
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """Return the dataset indices of a step, of a rank or of all. A stream has none."""
+        """Return the dataset indices of a step, of a rank or (None) of all; [] for a stream."""
         if self.stream is not None:
             return []
         samples = self.batches.step_samples(step)  # (accumulate, data ranks, batch)
@@ -145,7 +148,7 @@ class TextDataModule(pl.LightningDataModule):
         return samples.ravel().tolist()
 
     def part_of(self, batch_idx: int) -> str | None:
-        """Return the part of a mixture to which a batch of the last evaluation loader belongs."""
+        """Return the part of a batch of the last evaluation loader. None if it has no mixture."""
         return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
 
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:

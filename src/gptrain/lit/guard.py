@@ -55,7 +55,7 @@ class Spikes:
     history: Tensor | None = None
 
     def flag(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
-        """Return whether loss or norm of a step is a spike, and add both to the window.
+        """Return, as a bool scalar, whether loss or norm is a spike, and add both to the window.
 
         Both are scalar tensors, identical on all ranks. The values of a step may be given twice.
         """

@@ -59,7 +59,10 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the row of a step, by default the last row's, on rank 0 only."""
+        """Add metrics to the row of a step, on rank 0 only.
+
+        A `step` of None, or before that of the last row, stands for the last row.
+        """
         if self._last_row is None:
             self.discard_after(math.inf)
         last = self._last_row or {}
@@ -87,13 +90,13 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write one point per metric, on rank 0."""
+        """Write one point per metric, on rank 0. Does nothing without a step."""
         if step is not None:
             super().log_metrics(metrics, step)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Write the overrides of the run and the metric columns into the HPARAMS tab, on rank 0."""
+        """Write overrides (`params["typed"]`) and metric columns to the HPARAMS tab, on rank 0."""
         if "typed" in params:
             # These values only name the columns. Without a step they draw no point.
             columns = dict.fromkeys((params["objective"], *COMPARED), 0.0)

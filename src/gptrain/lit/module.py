@@ -1,7 +1,4 @@
-"""LanguageModel, the LightningModule that trains a net to predict the next token of a text.
-
-The net may be any nn.Module that maps tokens (B, T) to logits (B, T, V).
-"""
+"""LanguageModel, the LightningModule that trains a net to predict the next token of a text."""
 
 # B batch, T time, V vocabulary, N positions with a target
 
@@ -87,6 +84,7 @@ class LanguageModel(pl.LightningModule):
         """Return the logits (B, T, V) of the net for tokens (B, T).
 
         With the index of each token's document (B, T), a token attends to its own document only.
+        Under a pipeline strategy it raises an IncompatibleModelError.
         """
         return self.net(tokens, **layout_argument(documents))
 
@@ -171,6 +169,8 @@ class LanguageModel(pl.LightningModule):
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
         """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
 
+        Collective. The names begin with `prefix`. The dict is empty if no batch was evaluated.
+
         Raises:
             DataError: On all ranks, if no target of the evaluation, or of a part of a mixture,
                 counts.
@@ -214,7 +214,7 @@ class LanguageModel(pl.LightningModule):
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Build Lightning's `lr_scheduler` dict of the config group `scheduler`, if any.
+        """Build Lightning's `lr_scheduler` dict of the config group `scheduler`, or return None.
 
         A subclass may call this method in its own configure_optimizers.
 
@@ -246,7 +246,8 @@ class LanguageModel(pl.LightningModule):
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients of fused
         optimizers, which remove it themselves. Here the gradients are unscaled before they are
-        clipped. Raises the errors of `GPTStrategy.clip`.
+        clipped. Collective. Raises the errors of `GPTStrategy.clip`, and an IncompatibleModelError
+        if a hook has changed the gradients of a pipeline.
         """
         strategy = self.trainer.strategy
         self._parallel().check_gradients()

@@ -57,7 +57,7 @@ class Speed:
         return (time.perf_counter() - begin_s) / n_steps if n_steps else self.step_s
 
     def read(self) -> dict[str, float]:
-        """Return the logged values of the interval that ends now, and begin a new interval."""
+        """Wait for the device, return the values of the interval that ends, and begin a new one."""
         begin = self._begin
         self.start()
         steps, seconds, waited_s = (b - a for a, b in zip(begin, self._begin, strict=True))

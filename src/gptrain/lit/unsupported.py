@@ -29,7 +29,7 @@ REFUSED: dict[type[Callback], str] = {
 
 
 def check_supported(trainer: Trainer) -> None:
-    """Check that no callback is in the table, also among those that code of the user has added."""
+    """Raise a ConfigError if a callback is in the table, also one that code of the user added."""
     supported = {
         of_lightning.OnExceptionCheckpoint: trainer.world_size == 1,
         of_lightning.WeightAveraging: not strategy_of(trainer).parallel.is_partitioned,

@@ -46,7 +46,7 @@ class ProgressBar(TQDMProgressBar):
     def end_step(
         self, trainer: Trainer, lr: float, step_s: float, lengths: RunLengths, is_logged: bool
     ) -> None:
-        """Show a step in the bar if it was logged, or print it if a line is due."""
+        """Show a step in the bar if it was logged, or print it if a line is due, on rank 0."""
         is_shown = is_logged if self.in_terminal else trainer.should_stop or self._is_due(step_s)
         if not is_shown or not trainer.is_global_zero:
             return

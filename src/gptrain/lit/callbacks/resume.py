@@ -59,7 +59,7 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
     """Restore logged metrics, schedules and the RNG of a resumed run, and log what has changed.
 
-    The RNG is last, so that the next step draws what it would have drawn. Collective.
+    The RNG is last, so that the next step draws what it would have drawn. All ranks must call it.
     """
     clear_restarting_flags(trainer)
     restore_logged(trainer, state)

@@ -7,8 +7,9 @@ import torch.distributed as dist
 class Vote:
     """Repeated yes-or-no votes of all ranks that do not wait: results are known at the next call.
 
-    The result is yes, on all ranks, if any rank voted yes. They are an asynchronous all-reduce with
-    gloo: with NCCL a rank would wait until its GPU has finished all queued work.
+    The result is yes, on all ranks, if any rank voted yes. All ranks must build the object and call
+    its methods. Votes are an asynchronous all-reduce with gloo: with NCCL a rank would wait until
+    its GPU has finished all queued work.
     """
 
     def __init__(self):
@@ -21,7 +22,7 @@ class Vote:
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
         """Start new votes, and return the results of those that the previous call started, or None.
 
-        All ranks must call it together. A single rank gets its votes back at once.
+        All ranks pass the same number of votes. A single rank gets its votes back at once.
         """
         if self._group is None:
             return votes

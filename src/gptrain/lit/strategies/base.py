@@ -69,7 +69,7 @@ class GPTStrategy(SavingStrategy):
         )
 
     def synchronize_buffers(self) -> None:
-        """Broadcast the saved buffers of the module from the first data-parallel rank.
+        """Broadcast the saved buffers of the module from the first data-parallel rank. Collective.
 
         Each rank updates buffers, such as running averages of BatchNorm, with its own samples, but
         a checkpoint holds those of one rank: the others would evaluate, and resume, with other
@@ -105,7 +105,10 @@ class GPTStrategy(SavingStrategy):
         self.step_mean.begin_step(n_targets or 0, trainer.accumulate_grad_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training_step, in which the loss has the divisor of the step."""
+        """Run the module's training_step, in which the loss has the divisor of the step.
+
+        Raises an IncompatibleModelError if it uses the part of a net on this rank as a full net.
+        """
         self.parallel.step_mean = self.step_mean
         try:
             return super().training_step(*args, **kwargs)
@@ -130,7 +133,7 @@ class GPTStrategy(SavingStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a step before hooks read them, and average its losses."""
+        """Complete the gradients before hooks read them, and average the losses. Collective."""
         self.parallel.finish_gradients()
         self.step_mean.reduce(self.module.trainer.accumulate_grad_batches)
 
@@ -235,7 +238,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients inside the block without communication between ranks."""
+        """Accumulate gradients in the block. Only `accumulate_shards` communicates inside of it."""
         net = getattr(self.module, "net", None)
         is_held = isinstance(net, FSDPModule) and not self.parallel.options.accumulate_shards
         with super().block_backward_sync():
