@@ -116,11 +116,7 @@ COLLECTIVES: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Any]]] = {
 def show(name: str, device: torch.device) -> None:
     """Run a collective on a small buffer, and print the rows that each rank passes and gets.
 
-    Row j of rank r holds the number 10 r + j.
-
-    Args:
-        name: Key of `COLLECTIVES`.
-        device: Device of this rank.
+    `name` is a key of `COLLECTIVES`. Row j of rank r holds the number 10 r + j. Collective.
     """
     rows_sent, rows_received, call = COLLECTIVES[name]
     sent = torch.arange(dist.get_world_size(), device=device).view(-1, 1) + 10.0 * dist.get_rank()
