@@ -78,8 +78,8 @@ class BatchReader(WrappedDataset):
         dataset: Dataset with `__getitem__`, or with `__getitems__` for several samples at once.
         name: Config key of the dataset, for error messages.
         n_positions: Number of positions T of every sample. None: any form that can be stacked.
-        vocab_size: With `n_positions`, tokens and targets must be from 0 to `vocab_size - 1`, or
-            targets -100. None: not checked.
+        vocab_size: Number of token ids V. With `n_positions`, tokens must be from 0 to V - 1, and
+            targets as well, or -100. None: not checked.
         seed: Seed of the random numbers that the dataset draws in a data worker, which depend on it
             and on the place of the batch in the run only. None changes no random generator.
     """

@@ -33,6 +33,7 @@ class TextDataModule(pl.LightningDataModule):
 
     Attributes:
         test: Test dataset. None uses `val`.
+        lengths: Lengths of the run: its batches, its steps and the steps of an epoch.
         seed: Seed of the training order and, with the rank, of the data workers.
         rank: Index of this rank among the `world_size` data ranks, which read different samples.
         ranks_per_sample: Number of neighbouring ranks that read the same samples.

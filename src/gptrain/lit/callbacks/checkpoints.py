@@ -221,7 +221,7 @@ class Checkpoints(Checkpoint):
             self.store.finish()
 
     def votes_to_save(self, trainer: Trainer) -> bool:
-        """Return True on rank 0 if `checkpoint.every_minutes` have passed, and then count anew."""
+        """Return True on rank 0 if `checkpoint.every_minutes` are over, and begin the next ones."""
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:
             return False

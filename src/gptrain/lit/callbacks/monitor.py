@@ -61,6 +61,7 @@ class TrainingMonitor(Callback):
         guard: Watchdog of this rank. It has the flag that a stop signal sets.
         step_guard: Object that decides whether the optimizer takes each step.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
+        seed: Seed of the run. In a fit each rank is seeded with the sum of it and the rank.
         compiles: Whether the first steps compile the model, so that the watchdog must wait.
         first_step: Number of optimizer steps done when training started. None if it did not start.
     """
