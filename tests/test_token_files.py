@@ -106,6 +106,9 @@ def test_an_array_of_numpy_is_read_by_its_own_header(tmp_path, dtype):
     dataset = TokenDataset(tmp_path, 9, "uint16")
     tokens, targets = dataset.__getitems__(range(len(dataset)))
     assert tokens.ravel().tolist() == [*range(99)] and targets.ravel().tolist() == [*range(1, 100)]
+    os.truncate(tmp_path / "train.npy", 150)
+    with pytest.raises(DataError, match=r"train\.npy"):
+        TokenDataset(tmp_path, 9, "uint16")
 
 
 @pytest.mark.parametrize(

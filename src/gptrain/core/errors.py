@@ -34,7 +34,7 @@ RESTARTED = {FAILED, HUNG, 128 + 9, 128 + 11}
 REQUEUED = {PREEMPTED, 128 + 10, 128 + 15}
 ENDS_SWEEP = {PREEMPTED, INTERRUPTED}  # codes after which a sweep starts no further job
 
-UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value in an error message
 # Parts of error messages of gloo, NCCL and torch, and what is printed before them, by cause.

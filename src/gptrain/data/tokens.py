@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptrain.core.errors import DataError
+from gptrain.core.errors import DataError, first_line
 from gptrain.core.small_files import open_regular
 from gptrain.data.samples import BatchDataset
 from gptrain.data.sources import Paths, find_files
@@ -77,7 +77,6 @@ class TokenDataset(BatchDataset):
         OSError: If a file or a folder cannot be read.
         DataError: If a folder has no token file, if a file is damaged or has another type, or if
             the files hold no window at all.
-        ValueError: If NumPy cannot read a .npy file.
     """
 
     def __init__(
@@ -176,7 +175,10 @@ def open_token_file(
         size_bytes = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER_BYTES)
     if head.startswith(b"\x93NUMPY"):
-        array = np.load(path, mmap_mode="r")
+        try:
+            array = np.load(path, mmap_mode="r")
+        except ValueError as error:
+            raise DataError(f"{path}: {first_line(error)}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             message = f"an array {array.shape} of {array.dtype}; needed: integers (N,)"
             raise DataError(f"{path}: {message}")

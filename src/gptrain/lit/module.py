@@ -216,12 +216,15 @@ class LanguageModel(pl.LightningModule):
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Build Lightning's `lr_scheduler` dict of the config group `scheduler`, or return None.
 
-        A subclass may call this method in its own configure_optimizers.
+        A subclass may call this method in its own configure_optimizers. The schedule follows the
+        optimizer steps, unless its dict has another `interval`.
 
         Raises:
             ConfigError: If the length of a phase is a fraction of a run of unknown length.
         """
-        return self._schedule_factory(optimizer) if self._schedule_factory else None
+        if self._schedule_factory is None:
+            return None
+        return {"interval": "step", **self._schedule_factory(optimizer)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the schedule of the config for all parameters of this module."""
@@ -229,8 +232,7 @@ class LanguageModel(pl.LightningModule):
         schedule = self.make_schedule(optimizer)
         if schedule is None:
             return optimizer
-        entry = cast(LRSchedulerConfigType, {"interval": "step", **schedule})
-        return {"optimizer": optimizer, "lr_scheduler": entry}
+        return {"optimizer": optimizer, "lr_scheduler": cast(LRSchedulerConfigType, schedule)}
 
     def clip_gradients(
         self,
