@@ -75,7 +75,7 @@ def start_rank(rank: int, path: str, n_ranks: int, on_gpu: bool, max_bytes: int)
 def run_rank(local_rank: int, on_gpu: bool, max_bytes: int) -> None:
     """Run all collectives on this rank, print their rows, and compare three all-reduces.
 
-    All ranks must call this function; rank 0 prints.
+    All ranks of the process group must call this function; rank 0 prints.
 
     Args:
         local_rank: Index of the rank on its machine, and of its GPU.

@@ -91,7 +91,10 @@ def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:
-    """Build the training, validation and test set, which is None if `data.test` is not given."""
+    """Build the training, validation and test set. The last is None if `data.test` is not given.
+
+    A LightningDataModule becomes one UserData, which is both the first and the second.
+    """
     if isinstance(cfg.data, DataModuleConfig):
         data = build_user_data(cfg, cfg.data)
         return data, data, None

@@ -146,7 +146,7 @@ class TrainingRun:
         yield "run", cfg.run_dir
 
     def _end(self, start_s: float, provenance: dict[str, Any]) -> dict[str, float]:
-        """Print the result and the next command, write result.json and return the metrics."""
+        """Print the result and write result.json on rank 0; return the metrics. Collective."""
         trainer, step = self.trainer, self.trainer.global_step
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics.pop(STEP, None)  # the x axis of the loggers

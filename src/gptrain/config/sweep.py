@@ -30,7 +30,7 @@ def find_finished(folder: Path, words: Sequence[str]) -> runs.RunRecord | None:
 
 
 def record_refusal(folder: Path, words: Sequence[str], code: int, message: str) -> None:
-    """Record a job whose config was refused, for the table of the sweep."""
+    """Record a job whose config was refused, and its overrides `words`, for the sweep's table."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*words]))
     write_status(folder, cause="refused", exit_code=code, message=message)

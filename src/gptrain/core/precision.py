@@ -26,7 +26,7 @@ class Precision:
 
     @property
     def is_fp16(self) -> bool:
-        """True if matrices are multiplied in fp16, which needs a GPU and a scaled loss."""
+        """True if matrices are multiplied in fp16, which needs a GPU."""
         return self.matmul == "float16"
 
     @property

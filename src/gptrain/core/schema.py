@@ -337,7 +337,7 @@ class TokensConfig(DataConfig):
 
 
 class PartConfig(OpenSection):
-    """Part of a mixture with datasets of the user. A part that ships has all keys of its group."""
+    """Part of a mixture with datasets of the user. Other parts have the type of their group."""
 
     weight: types.Positive = 1
     train: TargetConfig

@@ -132,7 +132,7 @@ class StreamDataset(WrappedDataset):
             self.part.set_epoch(epoch)
 
     def _read_passes(self) -> Iterator[Any]:
-        """Yield the samples of the part from the current position on, in pass after pass."""
+        """Yield this rank's samples of the part from the current position on, in endless passes."""
         is_complete = False  # the first pass may begin at the end of the stream
         while True:
             seed_all(f"{self._seed} {self.epoch} {self.n_read}")
@@ -181,11 +181,10 @@ class StreamPositions:
             yield batch
 
     def after(self, n_batches: int) -> dict[str, Any] | None:
-        """Return the position after `n_batches` micro-batches of complete steps, `start` after 0.
+        """Return the position `n_batches` micro-batches after `start`.
 
         Raises:
-            KeyError: If more than two later steps were loaded, so that the position is forgotten,
-                or if the step was not loaded yet.
+            KeyError: If it is not the end of one of the last three steps that were loaded.
         """
         return dict(self._after_steps)[n_batches] if n_batches else self.start
 

@@ -139,7 +139,8 @@ class Tokenizer:
         """Encode a text, in which names of control tokens such as <|im_end|> become these tokens.
 
         Returns:
-            Token ids (N,), and for each token the position of its first character in the text (N,).
+            Token ids (N,), and for each token the position in the text at which it begins (N,).
+            Some tokenizers do not count white space at the beginning of a token.
         """
         self.core.encode_special_tokens = False
         try:

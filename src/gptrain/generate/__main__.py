@@ -102,8 +102,8 @@ def generate(cfg: GenerateRun) -> None:
     Raises:
         ConfigError: If an option is invalid, if `from_run` is damaged (exit code 65),
             or if it is missing or has no tokenizer (exit code 66).
-        DataError: If a prompt has no token or a character without a token, or the chat template
-            refuses it.
+        DataError: If `prompt` has no token, or the chat template is invalid or refuses it. That of
+            a prompt from stdin is printed.
         ModuleNotFoundError: If an optional package that a file of the run needs is missing.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.

@@ -271,7 +271,7 @@ class LanguageModel(pl.LightningModule):
 
 
 def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
-    """Return the value of a metric as a dict: logged name -> scalar tensor."""
+    """Return the scalars of a metric's value by logged name, `name/<key or index>` if several."""
     if isinstance(value, Mapping):
         items = list(value.items())
     elif isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.numel() != 1):

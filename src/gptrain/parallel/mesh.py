@@ -114,7 +114,7 @@ def after_rank_0(
 
 
 def wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> None:
-    """Wait for a condition of `ranks`, or raise a TimeoutError. Signal handlers run meanwhile."""
+    """Wait until `is_true()`, or raise a TimeoutError that names `ranks`. Signal handlers run."""
     end_s = time.monotonic() + timeout_s
     while not is_true():
         if time.monotonic() > end_s:

@@ -44,11 +44,12 @@ class Pipeline(Parallel):
     If head and embedding share a weight, the first and the last rank both hold the weight and sum
     its gradients. The copies stay equal, because equal weights get equal updates.
 
-    The schedule runs the forward and backward passes of a micro-step inside of training_step, in
-    `mean_loss`. The backward pass of the returned loss then multiplies the gradients by that of the
-    loss, and adds them to those of the parameters. So a factor of the loss and several losses count
-    as they are written. What user code adds to the gradients of the net, or makes of them, would be
-    that of one stage: every step checks that no other code has changed them.
+    `mean_loss` runs the schedule, with the forward and backward passes of a micro-step, inside of
+    training_step. `backward` of the returned loss multiplies these gradients by the gradient that
+    arrives there, and adds them to `grad`: the loss may be scaled, or be a sum of several.
+
+    A hook, or a penalty on the net, would change the gradients of one stage only. So every step
+    raises an IncompatibleModelError if other code has changed a gradient of the net.
 
     Attributes:
         group: Ranks of this rank's pipeline.
@@ -196,7 +197,7 @@ class Pipeline(Parallel):
                 raise IncompatibleModelError("strategy.name", CHANGED)
 
     def _versions(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Return, for each parameter with a gradient, what each change of the gradient changes."""
+        """Return the identity and the version counter of each gradient, by its parameter."""
         parameters = ((p, p.grad) for p in self.net.parameters())
         return {p: (id(grad), grad._version) for p, grad in parameters if grad is not None}
 

@@ -222,12 +222,11 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         self.model = model
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks, a sum over the data ranks only.
+        """Reduce a tensor over all ranks, or over the data ranks if `reduce_op` is "sum".
 
-        The ranks that read the same samples have the same values, which must count once. Lightning
-        2.6 rounds the mean of an integer tensor; here it is a float tensor, because Lightning
-        divides sums by means of batch sizes. Lightning's votes of all ranks pass `ReduceOp.SUM`,
-        not "sum".
+        Ranks that read the same samples have the same values, which a sum must count once.
+        `ReduceOp.SUM`, which Lightning passes for votes, sums over all ranks. The mean of integers
+        is a float tensor, because Lightning divides sums by means of batch sizes.
         """
         if group is None and reduce_op == "sum":
             group = self.parallel.data_group
