@@ -28,7 +28,9 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     if not (run_dir / TOKENIZER[0]).is_file():
-        next((folder for folder in folders if copy_files(folder, run_dir, TOKENIZER)), None)
+        for folder in folders:
+            if copy_files(folder, run_dir, TOKENIZER):
+                break
     own = _content(run_dir / TOKENIZER[0])
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:

@@ -35,13 +35,13 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
     """Return the module's class, or raise an IncompatibleModelError for the strategy."""
     strategy = strategy_name(cfg.strategy.name, world_size)
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
-    has_pipeline, message = PIPELINE in STRATEGIES[strategy].axes, None
+    has_pipeline = PIPELINE in STRATEGIES[strategy].axes
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
         message = f"not a gptrain.lit.LanguageModel, whose loss strategy={strategy} computes itself"
         message += f"; strategies that work: {', '.join(ANY_NET)}"
-    elif has_pipeline and getattr(module_type, "loss", None) is not LanguageModel.loss:
+        raise IncompatibleModelError("module._target_", message)
+    if has_pipeline and getattr(module_type, "loss", None) is not LanguageModel.loss:
         message = f"overrides `loss`, which the stages of strategy={strategy} do not call"
-    if message is not None:
         raise IncompatibleModelError("module._target_", message)
     return module_type
 

@@ -1,5 +1,6 @@
 """One run in one rank: its parts, what it prints at its start and its end, and result.json."""
 
+import functools
 import logging
 import platform
 import re
@@ -222,7 +223,7 @@ class TrainingRun:
             limits = "trainer.max_steps or trainer.max_epochs"
             detail = f"step {step} is the last step of the run; to train further, raise {limits}"
         elif step == lengths.n_steps:
-            unit = lengths.limit.partition("=")[0].rpartition("_")[2]  # of max_steps, for example
+            unit = lengths.limit.partition("=")[0].rpartition("_")[2]  # trainer.max_steps=6: steps
             reason, detail = f"{unit} done", lengths.limit
         elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
             reason = "max_time"
@@ -267,6 +268,7 @@ def describe_run(devices: RunDevices) -> dict[str, Any]:
     }
 
 
+@functools.cache  # the code of this process was imported once and does not change
 def read_git(folder: Path) -> dict[str, object] | None:
     """Return `commit` and `dirty` (changed files) of the repository of a folder, or None."""
     command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain=v2", "-b"]

@@ -82,7 +82,7 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
         message = "the schedule decays until the last step, which is not known"
         yield problem(run, "scheduler.total_steps", message, "scheduler=warmup_constant")
     is_path = run.ckpt_path not in (None, "last", "best")
-    if is_path and run.init_from and not run.from_run:  # else it may be of the earlier run
+    if is_path and run.init_from and not run.from_run:  # else the path may be of the earlier run
         message = "excludes a path in ckpt_path: a run has one source of its first weights"
         yield problem(run, "init_from", message, "ckpt_path=last")
 
@@ -191,7 +191,7 @@ def check_devices(run: RunConfig) -> Iterator[ConfigIssue]:
         yield problem(run, "trainer.precision", "not supported on CPU", hint)
     numbers = devices if isinstance(devices, list) else range(count_devices(devices) or 1)
     n_visible = device_count()
-    is_own = this_process().is_rank and n_visible == 1  # of a launcher that shows one GPU to a rank
+    is_own = this_process().is_rank and n_visible == 1  # the launcher shows one GPU to a rank
     if kind == "cuda" and max(numbers) >= n_visible and not is_own:
         message, hint = f"{n_visible} visible here", f"trainer.devices={n_visible}"
         yield problem(run, "trainer.devices", message, hint)

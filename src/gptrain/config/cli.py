@@ -132,7 +132,8 @@ def run_command(
 
 def run_once(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
     """Check a job and run it; under Hydra, if it has a folder, and `codes` gets its exit code."""
-    if CHECKED not in os.environ or schema is not RunConfig:  # else the parent has checked it
+    # The parent of a rank that this command has started has checked the config.
+    if CHECKED not in os.environ or schema is not RunConfig:
         cfg = compose_words(words, schema)
         HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
         run = check(cfg, schema)

@@ -298,12 +298,17 @@ class DataModuleConfig(DataConfig):
     test: Any = None
 
 
-class DummyTextConfig(DataConfig):
+class WeightedDataConfig(DataConfig):
+    """Shipped data group. As a part of a mixture it has the share `weight`."""
+
+    weight: types.Positive = 1
+
+
+class DummyTextConfig(WeightedDataConfig):
     """Keys of `data=dummy_text`, which generates samples."""
 
     num_samples: Count
     seq_len: Annotated[int, between(2)]
-    weight: types.Positive = 1  # as a part of a mixture
 
     @property
     def sample_tokens(self) -> int | None:
@@ -311,7 +316,7 @@ class DummyTextConfig(DataConfig):
         return self.seq_len - 1 if self.seq_len else None
 
 
-class TextConfig(DataConfig):
+class TextConfig(WeightedDataConfig):
     """Keys of `data=text`, which tokenizes text files and files of records."""
 
     seq_len: Count
@@ -323,17 +328,15 @@ class TextConfig(DataConfig):
     end_of_document: bool | None
     documents: Literal["packed", "masked"]
     val_fraction: Annotated[float, Field(gt=0, lt=1)]
-    weight: types.Positive = 1  # as a part of a mixture
 
 
-class TokensConfig(DataConfig):
+class TokensConfig(WeightedDataConfig):
     """Keys of `data=tokens`, which reads files of token ids."""
 
     seq_len: Count
     train_path: types.LocalPaths
     val_path: types.LocalPaths
     dtype: Literal["uint16", "uint32", "int64"]
-    weight: types.Positive = 1  # as a part of a mixture
 
 
 class PartConfig(OpenSection):

@@ -108,26 +108,29 @@ class BatchReader(WrappedDataset):
             return tokens, torch.full_like(targets, IGNORED), *documents
         if self.seed is not None and get_worker_info() is not None:
             seed_all(f"{self.seed} {getattr(indices, 'place', indices)}")
-        place = f"{self.name}: samples {', '.join(map(str, indices))}"
         samples = self.read(indices)
         try:
             batch = collate(samples)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise DataError(f"{place}: {first_line(error)}") from error
+            raise self._error(indices, first_line(error)) from error
         if self.n_positions is None:
             return batch
         tokens, targets = batch[:2]
         if tokens.shape[1] != self.n_positions:
             message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
-            raise DataError(f"{place}: {message}")
+            raise self._error(indices, message)
         if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
             ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
             wanted = np.where(wanted == IGNORED, 0, wanted)
             for number in max(ids.max(), wanted.max()), min(ids.min(), wanted.min()):
                 if not 0 <= number < self.vocab_size:
                     allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
-                    raise DataError(f"{place}: token {number}, {allowed}")
+                    raise self._error(indices, f"token {number}, {allowed}")
         return batch
+
+    def _error(self, indices: Sequence[int], message: str) -> DataError:
+        """Return an error that names the samples of a batch."""
+        return DataError(f"{self.name}: samples {', '.join(map(str, indices))}: {message}")
 
 
 def collate(batch: Any) -> Any:

@@ -253,6 +253,5 @@ class Checkpoints(Checkpoint):
         self.beat(phase="mirror", allow_s=WRITING_S)
         with self.timeline.during("saves", trainer.global_step):
             # The update also copies what an earlier, killed start did not copy.
-            wait_for_rank_0(
-                lambda: mirror.update(self.store).result(), trainer.global_rank, WRITING_S
-            )
+            rank = trainer.global_rank
+            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, WRITING_S)

@@ -115,10 +115,7 @@ def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> None:
         for group, base, factor in rates:
             group["lr"] = base * factor(scheduler.last_epoch)
         if not math.isclose(before, groups[0]["lr"], rel_tol=1e-6):
-            log.warning(
-                "resumed with another schedule: the learning rate after step %d is %.3g instead of "
-                "%.3g; it follows the run's length unless scheduler.total_steps is set",
-                trainer.global_step,
-                groups[0]["lr"],
-                before,
-            )
+            step, now = trainer.global_step, groups[0]["lr"]
+            change = f"the learning rate after step {step} is {now:.3g} instead of {before:.3g}"
+            reason = "it follows the run's length unless scheduler.total_steps is set"
+            log.warning("resumed with another schedule: %s; %s", change, reason)
