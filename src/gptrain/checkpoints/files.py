@@ -65,10 +65,10 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace the content of a file, which may be missing, and wait until it is on the disk.
+    """Replace a file atomically, or create it, and wait until the new content is on the disk.
 
-    After an OSError the old content is unchanged, unless only the wait for the folder has failed.
-    The folder must exist. A link is replaced by a file; its target stays.
+    The folder must exist. A link is replaced by a file; its target stays. After an OSError the file
+    is unchanged, or, if only the sync of the folder failed, has the new content.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     draft.unlink(missing_ok=True)  # a dead process with the same process number may have left it
@@ -82,7 +82,10 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def to_json(value: object, indent: int | None = 1) -> bytes:
-    """Return a value as JSON and a newline. NaN and infinity become null, other types text."""
+    """Return a value as JSON text with a line end, on one line if `indent` is None.
+
+    NaN and infinity become null, and an object that JSON does not know becomes `str(object)`.
+    """
     finite = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     return json.dumps(finite, indent=indent).encode() + b"\n"
 
@@ -91,7 +94,7 @@ def to_json(value: object, indent: int | None = 1) -> bytes:
 
 
 def encode(row: Row) -> bytes:
-    """Return a row as one line of JSON. NaN and infinity become null."""
+    """Return a row as one line of JSON, with its line end. NaN and infinity become null."""
     return to_json(row, indent=None)
 
 
@@ -116,7 +119,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_or_replace(path: Path, row: Row, last: Row | None) -> None:
-    """Append a row to an existing file, in place of its last row `last` unless that is None."""
+    """Append a row to an existing file, without a wait for the disk.
+
+    If `last` is not None, it must be the last row of the file (not checked), which is replaced.
+    """
     with path.open("r+b") as file:
         file.seek(-len(encode(last)) if last else 0, os.SEEK_END)
         file.write(encode(row))

@@ -27,11 +27,11 @@ LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in 
 
 
 class RunLock:
-    """Exclusive right to write into a run folder: a context manager around the whole run.
+    """Exclusive right of a process to write into a run folder. `with` acquires and releases it.
 
     Args:
         run_dir: Folder of the run. It need not exist.
-        wait_s: Time that a start waits for another process that holds the folder, in seconds.
+        wait_s: Time that `acquire` waits for another process that holds the folder, in seconds.
 
     Attributes:
         run_id: Random identity of the run, also in each checkpoint. `acquire` sets it.
@@ -44,12 +44,14 @@ class RunLock:
         self._lock = FileLock(self.run_dir / LOCK_NAME, timeout=wait_s)
 
     def acquire(self) -> RunLock:
-        """Lock the folder, which is created, and return this lock.
+        """Lock the folder, read or create `run_id`, and return this lock.
 
-        Call it before any file of the run is opened, also before the log file.
+        The folder is created if missing. Call it before any file of the run is opened, also before
+        the log file.
 
         Raises:
-            ConfigError: If the folder is held or unusable (exit code 73), or for other disk errors.
+            ConfigError: If the folder is held, cannot be written or contains a link in place of a
+                file of the run (exit code 73), or for another disk error (74).
         """
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -67,7 +69,7 @@ class RunLock:
         return self
 
     def adopt(self, run_id: str) -> None:
-        """Set `run_id`, and write it into its file. Raises an OSError if that fails."""
+        """Change the identity of the run, `run_id`, also in the locked folder, or raise OSError."""
         self.run_id = run_id
         files.replace(self.run_dir / ID_NAME, run_id.encode())
 
@@ -83,7 +85,10 @@ class RunLock:
 
 
 def read_run_id(run_dir: str | Path) -> str:
-    """Return the identity of the run in a folder, or "" if no run has begun there."""
+    """Return the identity of the run in a folder, or "" if no run has begun there.
+
+    Raises an OSError if its file cannot be opened.
+    """
     try:
         return read_bytes(Path(run_dir) / ID_NAME)[:64].decode(errors="replace").strip()
     except (FileNotFoundError, UnreadableFileError):

@@ -61,7 +61,10 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 class DamagedCheckpointError(UnreadableFileError):
-    """Raised if a checkpoint, a file of it, or all checkpoints of a folder cannot be used."""
+    """Raised if a checkpoint, a file, or all checkpoints of a folder are damaged or missing.
+
+    `path` is the checkpoint, the file or the folder, and `reason` a phrase about the damage.
+    """
 
 
 def folder_name(step: int) -> str:
@@ -95,20 +98,25 @@ def parse(text: bytes, path: Path) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint, without a check of its files. Raises as `verify`."""
+    """Return the manifest in the folder of a checkpoint, without a check of the listed files.
+
+    Raises the errors of `verify`, about the manifest only.
+    """
     with _damage(path, MANIFEST_NAME):
         text = read_bytes(path / MANIFEST_NAME)
     return parse(text, path)
 
 
 def verify(path: Path, run_id: str | None = None) -> Manifest:
-    """Read and check every byte of a checkpoint, of the run `run_id` if given, with a progress bar.
+    """Read and check every byte of a checkpoint, with a progress bar, and return its manifest.
 
-    Returns:
-        The manifest.
+    Args:
+        path: Folder of the checkpoint.
+        run_id: Identity of the run to which the checkpoint must belong. None allows any run.
 
     Raises:
-        DamagedCheckpointError: If the checkpoint is damaged, missing or of another run.
+        DamagedCheckpointError: If the checkpoint is damaged, missing, of another run, or of another
+            step than the name of its folder.
         OSError: If the network file system does not answer.
     """
     manifest = read_manifest(path)

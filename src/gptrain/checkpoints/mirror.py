@@ -52,15 +52,15 @@ class Mirror:
         self._thread = ThreadPoolExecutor(1, "mirror")
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
-        """Check that the mirror belongs to this run, and first restore a lost run from it if asked.
+        """Check that the mirror is empty or belongs to this run, or restore a lost run from it.
 
         Call it on rank 0, under the run lock, before the run uses the store. With `restore` the
-        checkpoints of the mirror are copied into the store, which must be empty, and the run folder
-        takes over the identity of the run in the mirror.
+        store must be empty: it gets the intact checkpoints of the mirror, if there are any, and
+        `lock` and `store` get the identity of their run.
 
         Raises:
             ConfigError: If the mirror holds another run, has only damaged checkpoints to restore,
-                or cannot be used.
+                or if reading it or writing the copies fails with an OSError.
         """
         try:
             run_id = self._run_id() or lock.run_id
@@ -75,19 +75,19 @@ class Mirror:
             raise self._error("holds another run", errors.FOLDER_UNUSABLE, hint)
 
     def update(self, store: CheckpointStore) -> Future[None]:
-        """Start to bring the mirror up to date in a thread, and return at once. Call it on rank 0.
+        """Copy new checkpoints and remove the copies of pruned ones, in a thread, on rank 0.
 
-        New checkpoints are copied, and copies of pruned ones removed, after earlier updates. An
-        error is logged as a warning. The result can be waited for.
+        Returns at once. Updates run one after the other. `result()` of the returned Future waits
+        for the end of this update; it raises nothing, because errors are logged as warnings.
         """
         return self._thread.submit(self._copy, store)
 
     def restore(self, store: CheckpointStore) -> None:
         """Copy every intact checkpoint of the mirror into the store, which has none.
 
-        A damaged copy is a warning, and its manifest in the mirror is removed, so that the run
-        copies this step again. If all copies are damaged, nothing is removed, and a ConfigError is
-        raised.
+        A damaged copy is logged as a warning, and its manifest in the mirror is removed, so that
+        the run copies this step again. If all copies are damaged, nothing is removed, and a
+        ConfigError is raised.
         """
         store.folder.mkdir(exist_ok=True)
         damaged = []

@@ -12,9 +12,10 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return name -> state of the generators of Python, NumPy, torch's CPU and the current GPU.
+    """Return the states of the random generators of Python, NumPy, torch's CPU and current GPU.
 
-    The GPU, or another accelerator, is left out if this process has not used it yet.
+    The dict has an entry for each generator. That of the GPU, or of another accelerator, is left
+    out if this process has not used the device yet.
     """
     numpy_state = numpy.random.get_state(legacy=False)
     numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
@@ -25,7 +26,11 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set the generators of this process to a result of `capture`. Others keep their state."""
+    """Set the random generators of this process to a result of `capture`.
+
+    The generator of the GPU keeps its state if `state` has none for it, or if this process has not
+    used the GPU yet.
+    """
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -18,17 +18,19 @@ from gptrain.checkpoints.tensors import Shard, Tensors, encode, shard_of
 
 
 class Save:
-    """One rank's part of a save. All ranks make this object and call its methods together.
+    """One rank's part of a save. All ranks make this object, which starts to write in a thread.
+
+    Then all ranks call `finish`, which waits for the thread.
 
     Args:
-        folder: Folder of the files. Rank 0 makes it, and its parent.
+        folder: Folder of the files, which rank 0 creates or empties. Its parent may be missing.
         manifest: Entries of the manifest except `files`. They may change until `finish`.
-        tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
+        tensors: MODEL or OPTIMIZER -> name -> tensor, or DTensor with the shard of this rank.
         rest: Value for torch.save that rank 0 writes into one more file. Other ranks ignore it.
         rank: Number of this rank.
-        gather: Collective function that returns each rank's value on all ranks, by default of one.
-        in_background: Whether the thread that writes the files gets copies of the tensors, so that
-            the tensors may change before `finish`.
+        gather: Collective function that returns the values of all ranks, in a list by rank, on each
+            of them. The default is for one rank.
+        in_background: Whether to copy the tensors first, so that they may change before `finish`.
 
     Raises:
         SaveFailedError: On all ranks, if a file operation failed on any. The folder is removed.
@@ -66,9 +68,10 @@ class Save:
         return not self._written.done()
 
     def finish(self, commit: Callable[[], object] = lambda: None) -> None:
-        """Wait until the files of all ranks are on the disk, and write the manifest.
+        """Wait until the files of all ranks are on the disk, and write the manifest on rank 0.
 
-        Rank 0 calls `commit` then. The errors are those of Save. Call it once.
+        Rank 0 then calls `commit`. Collective; call it once. Raises as the constructor, also for an
+        error of `commit`.
         """
         entries = self._on_all_ranks(self._written.result)
         self.manifest["files"] = dict(sorted(item for part in entries for item in part.items()))

@@ -36,9 +36,10 @@ def sign_record(run_dir: str | Path) -> None:
 
 
 def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
-    """Return the record files of a run, by name, if this user has signed them here, else None.
+    """Return name -> content of the record files in the .hydra folder of a run, if it is signed.
 
-    Use the returned bytes, which were verified, and do not read the files again: they may change.
+    None if this user has not signed them on this machine, or if a file cannot be read. Use the
+    returned bytes, which were verified, and do not read the files again: they may change.
     """
     with suppress(OSError):
         records = _read_records(run_dir)

@@ -38,9 +38,9 @@ class PreemptedError(BaseException):
 
 
 class RefusedStepError(RunError):
-    """Base class of errors that end a run because an optimizer step was left out.
+    """Base class of errors that end a run because a step, or `max_skips` in a row, were left out.
 
-    `step` is the number of the step, counted from 0. The weights are those from before the step.
+    `step` is the number of the last one, counted from 0. The weights are those from before it.
     """
 
     code = NON_FINITE
@@ -51,13 +51,13 @@ class RefusedStepError(RunError):
 
 
 class NonFiniteError(RefusedStepError):
-    """Raised if the loss or a gradient was NaN or infinite, so that a step was not taken."""
+    """Raised if steps were left out, the last one because loss or gradient was NaN or infinite."""
 
     cause = "nonfinite"
 
 
 class SpikeError(RefusedStepError):
-    """Raised if too many steps in a row were skipped, the last one for a spike."""
+    """Raised if steps were left out, the last one for a spike, see the config key `on_spike`."""
 
     cause = "spike"
 
@@ -108,5 +108,5 @@ def clear_status(run_dir: str | Path) -> None:
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """Write the final metrics, under their logged names, and other facts to result.json."""
+    """Write {"metrics": metrics, **facts} to the file `path`, result.json, or replace it."""
     files.replace(Path(path), files.to_json({"metrics": metrics} | facts))

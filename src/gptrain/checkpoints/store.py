@@ -45,7 +45,7 @@ class CheckpointStore:
     Args:
         folder: Folder of the checkpoints. The first save creates it.
         run_id: Identity of the run, which is written into every manifest. Checkpoints of another
-            run are refused. With None the store reads checkpoints of any run and cannot write.
+            run count as damaged. With None the store reads checkpoints of any run and cannot save.
 
     Attributes:
         on_commit: Function that rank 0 calls after each new checkpoint and after `set_metrics`.
@@ -76,14 +76,15 @@ class CheckpointStore:
 
         Args:
             step: Number of optimizer steps that are done.
-            tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
+            tensors: MODEL or OPTIMIZER -> name -> tensor, or DTensor with the shard of this rank.
             rest: Value for torch.save with everything else, which rank 0 writes.
             config: Entries of the manifest that describe the run. Defaults to {}.
-            options: `rank`, `gather` and `in_background` of `Save`.
+            options: `rank` and `gather` of `Save`, which several ranks need, and `in_background`.
 
         Raises:
-            SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
-            RuntimeError: In the same way, for any other error, as for a `rest` that no file holds.
+            SaveFailedError: On all ranks, if a file operation failed on any. Earlier checkpoints
+                are intact.
+            RuntimeError: In the same way, for any other error, as a `rest` that cannot be pickled.
             ValueError: If the store has no `run_id`.
         """
         from gptrain.checkpoints.save import Save
@@ -99,11 +100,14 @@ class CheckpointStore:
 
     @property
     def is_written(self) -> bool:
-        """True if this rank has written its files of a save in the background."""
+        """True if a save in the background waits for `finish` and this rank's files are written."""
         return self.unfinished is not None and not self.unfinished.is_writing
 
     def finish(self) -> None:
-        """Make a checkpoint of the save in the background, if any. Collective, fails as `save`."""
+        """Wait for the save in the background, if there is one, and make it a checkpoint.
+
+        Collective. Raises as `save`.
+        """
         if self.unfinished is None:
             return
         save, self.unfinished = self.unfinished, None
@@ -133,7 +137,8 @@ class CheckpointStore:
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation into the manifest of its step, if it was saved.
 
-        Call it on rank 0 only. Raises a DamagedCheckpointError or an OSError.
+        They replace earlier metrics of the step. Call it on rank 0 only. Raises a
+        DamagedCheckpointError or an OSError if the manifest cannot be read or written.
         """
         if self.unfinished is not None and self.unfinished.manifest["step"] == step:
             self.unfinished.manifest["metrics"] = metrics
@@ -144,7 +149,10 @@ class CheckpointStore:
     # Loading
 
     def paths(self) -> list[Path]:
-        """Return the folders of all checkpoints, unverified, by step. An OSError if unreadable."""
+        """Return the folders of all checkpoints, unverified, in ascending order of their steps.
+
+        The list is empty if the folder does not exist. Raises an OSError if it cannot be read.
+        """
         # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
         names = sorted(filter(STEP_NAME.fullmatch, names), key=lambda name: int(name[5:]))
@@ -155,7 +163,7 @@ class CheckpointStore:
         return [int(path.name[5:]) for path in self.paths()]
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest checkpoint, unverified, or None. Use it for messages."""
+        """Return the folder of the newest checkpoint, or None. It may be damaged."""
         return next(reversed(self.paths()), None)
 
     def newest_intact(self) -> Path | None:
@@ -181,10 +189,11 @@ class CheckpointStore:
         return None
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
-        """Return the folders of the checkpoints that have a metric, unverified, the best one first.
+        """Return the folders of the checkpoints, unverified, in the order of a metric, best first.
 
-        The best value is the lowest with the mode "min", the highest with "max"; of equal ones the
-        earliest step. Checkpoints whose manifest is damaged are left out.
+        `monitor` is its logged name. The best value is the lowest with the mode "min", the highest
+        with "max". Checkpoints without the metric, with NaN or with a damaged manifest are left
+        out.
         """
         sign = {"min": 1, "max": -1}[mode]
         scored = []
@@ -196,7 +205,11 @@ class CheckpointStore:
         return [path for _, path in sorted(scored)]
 
     def best(self, monitor: str, mode: str = "min") -> Path | None:
-        """Return the first intact checkpoint of `ranking`, or None. Damaged ones are warnings."""
+        """Return the folder of the first intact checkpoint of `ranking`, or None.
+
+        Better but damaged checkpoints are logged as warnings and stay. Raises an OSError if the
+        network file system does not answer.
+        """
         path, damaged = self._first_intact(self.ranking(monitor, mode))
         for error in damaged:
             _log.warning("warning: %s; not used as the best checkpoint", error)
@@ -218,10 +231,9 @@ class CheckpointStore:
     # Housekeeping
 
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
-        """Remove all checkpoints except the newest `keep` and the protected ones, on one rank.
+        """Remove all checkpoints except the newest `keep`, at least 1, and the folders `protect`.
 
-        `keep` is at least 1. A checkpoint that cannot be removed stays, and the next call tries
-        again.
+        Call it on rank 0 only. A checkpoint that cannot be removed stays, without an error.
         """
         for path in self.paths()[:-keep]:
             if path not in protect:

@@ -71,16 +71,16 @@ def encode(shards: Mapping[str, Shard]) -> Iterator[memoryview | bytes]:
 
 
 class SavedTensors:
-    """Full tensors, of which each rank reads its part.
+    """Tensors in files or in memory, of which each rank reads its part. No call is collective.
 
     Args:
-        source: Folder of a checkpoint, or of a net of transformers; one safetensors file; or
-            tensors in memory by their names.
+        source: Folder of a checkpoint, or of a net of transformers; one safetensors file; or full
+            tensors in memory by their names. A folder without such files has no tensors.
         kind: MODEL or OPTIMIZER: which of the files in a folder are read.
 
     Attributes:
         shapes: Name -> shape of the full tensor.
-        dtypes: Name -> dtype, for the tensors in files.
+        dtypes: Name -> dtype. It is empty for tensors in memory.
 
     Raises:
         DamagedCheckpointError: If a file is no safetensors file, or if files or shards are missing.
@@ -128,10 +128,10 @@ class SavedTensors:
 
     @torch.no_grad()
     def read(self, tensors: Tensors) -> None:
-        """Copy the saved values into the tensors or shards of this rank, by their names.
+        """Copy the saved values into these tensors, or this rank's shards of DTensors, by name.
 
-        Of a saved tensor with other sizes, the values at the same indices are copied. Values of
-        another dtype are converted. A KeyError for a name that is not in `shapes`.
+        If the sizes differ, the values at indices that both tensors have are copied. Values of
+        another dtype are converted. Raises a KeyError for a name that is not in `shapes`.
         """
         for name, tensor in tensors.items():
             local, begin = shard_of(tensor)
@@ -150,7 +150,7 @@ class SavedTensors:
                     local[target].copy_(part[source])
 
     def full(self) -> dict[str, Tensor]:
-        """Return the full tensors of the files, on the CPU. A tensor in one file stays mapped."""
+        """Return the full tensors of the files, on the CPU. One without shards stays mapped."""
         tensors: dict[str, Tensor] = {}
         for name, parts in self._parts.items():
             if len(parts) == 1 and isinstance(path := parts[0][0], Path):

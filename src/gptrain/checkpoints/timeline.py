@@ -36,16 +36,16 @@ _command_time_s: float | None = None
 
 
 def begin_command() -> None:
-    """Keep the current time, which `add_start` records, as the beginning of a command or job."""
+    """Keep the current time for `add_start`, as the beginning of this command or sweep job."""
     global _command_time_s
     _command_time_s = time.time()
 
 
 def add_start(run_dir: str | Path, step: int) -> None:
-    """Append the line of a new start, from the checkpoint of a step or 0, under the run lock.
+    """Append the line of a new start of the run to timeline.jsonl. Call it under the run lock.
 
-    The recorded time is the beginning of the command, or of the job in a sweep. For a restart of
-    lost ranks it is the start of rank 0.
+    `step` is that of the checkpoint from which the run resumes, or 0. The time of the start is that
+    of the last `begin_command`, or now if an earlier start has used it. Raises an OSError.
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
@@ -56,11 +56,13 @@ def add_start(run_dir: str | Path, step: int) -> None:
 class Timeline:
     """Records the phases of one start of a run in timeline.jsonl. The first phase is "starting".
 
-    `step` is the number of optimizer steps done. Every method does nothing after `end`, and without
-    a folder: on ranks other than 0, and for a run that is not recorded.
+    `step` is the number of optimizer steps done. The methods raise an OSError if they cannot write.
+
+    Args:
+        folder: Run folder. If it is None, as on ranks other than 0, the methods do nothing.
 
     Raises:
-        OSError, UnreadableFileError: If the file cannot be used. The methods raise it, too.
+        OSError, UnreadableFileError: If timeline.jsonl cannot be read.
     """
 
     def __init__(self, folder: Path | None):
@@ -72,7 +74,7 @@ class Timeline:
             self._written_s = rows[-1]["time"] if rows else time.time()  # the line of this start
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Record that the current phase ends and another one begins."""
+        """Record that the current phase ends and `phase` begins. Does nothing after `end`."""
         if self._phase is not None:
             self._write(step)
             self._phase = phase
@@ -90,12 +92,15 @@ class Timeline:
             self.enter(outer, step)
 
     def update(self, step: int) -> None:
-        """Record that the current phase continues, at most once in UPDATE_S."""
+        """Record that the current phase continues, at most every 10 seconds. Call it often."""
         if self._phase is not None and time.time() - self._written_s >= UPDATE_S:
             self._write(step)
 
     def end(self, step: int) -> dict[str, float]:
-        """Record that the run has reached its own end, and return what `measure` returns, or {}."""
+        """Record that the run has reached its own end, and return what `measure` returns.
+
+        Later calls of any method do nothing. {} without a folder, or if lines have another form.
+        """
         if self._phase is None:
             return {}
         self._write(step)
@@ -113,10 +118,11 @@ class Timeline:
 
 
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the goodput of a run and the seconds of each kind of time, such as `steps_s`.
+    """Return the goodput of a run, from the rows of its timeline.jsonl.
 
-    The rows are those of timeline.jsonl. The dict is empty if no time of steps was kept. Raises a
-    LookupError, TypeError or OverflowError for a row of another form.
+    The keys are `goodput`, a fraction of the wall-clock time, and `<kind>_s` for each kind of time
+    in TIMES, in seconds; see the top of this file. The dict is empty if no optimizer steps count.
+    Raises a LookupError, TypeError or OverflowError for a row of another form.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count
@@ -142,7 +148,7 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def describe(times: Mapping[str, float]) -> str:
-    """Return a result of `measure`, not empty, as one phrase without the times below 0.05 s."""
+    """Return a result of `measure`, not empty, as a phrase. Times below 0.05 s are left out."""
     shown = {name: times[f"{name}_s"] for name in TIMES}
     parts = [f"{s:.1f} s {name.replace('_', ' ')}" for name, s in shown.items() if s >= 0.05]
     return f"goodput {times['goodput']:.2f} ({', '.join(parts)})"
