@@ -49,16 +49,17 @@ def write_end_token(run_dir: Path, end_id: int) -> None:
 
 
 def read_ends(generation: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the end tokens in a generation_config.json, or an empty list."""
+    """Return the ids of the end tokens in a parsed generation_config.json, or an empty list."""
     ends = read_ids(generation).get("eos_token_id", [])
     return ends if isinstance(ends, list) else [ends]
 
 
 def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
-    """Return the ids of special tokens in a configuration of transformers, each a number or a list.
+    """Return the ids of special tokens in a parsed config.json or generation_config.json.
 
-    The keys are those of ID_KEYS that have an id. Ids that are not below `vocab_size`, if given,
-    are left out, because they are defaults of transformers for another tokenizer.
+    The keys are those of ID_KEYS that have a valid id, the values a number, or a list of several.
+    Ids that are not below `vocab_size`, if given, are left out, because they are defaults of
+    transformers for another tokenizer.
     """
     special_ids, end = {}, vocab_size or sys.maxsize
     for key in ID_KEYS:

@@ -83,15 +83,17 @@ def load(
 def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     """Load net and tokenizer of `from_run`, for a command that generates or scores text.
 
-    The net is on the CPU and in evaluation mode. Sets the number of threads of torch.
+    `ckpt_path` is "best", the default, or "last". The net is on the CPU and in evaluation mode.
+    torch gets as many threads as this process may use cores.
 
     Returns:
-        The net, its tokenizer (None if the run's data had none), and the name of the device, such
-        as "cuda".
+        The net, its tokenizer (None if the run's data had none), and the type of the device of
+        `trainer.accelerator`, such as "cuda", to which the caller moves the net.
 
     Raises:
         ConfigError: If this machine does not have the device, or if `from_run` is not trusted,
-            damaged (exit code 65) or missing (exit code 66).
+            damaged (exit code 65) or missing (66), or does not fit its net (65).
+        OSError: If a file cannot be read.
         ModuleNotFoundError: If an optional package that a file needs is missing.
     """
     device = accelerator_of(cfg.trainer.accelerator)
@@ -123,8 +125,8 @@ def build_target(node: Mapping[str, Any], key: str) -> Any:
 def build_net(model: ModelConfig) -> nn.Module:
     """Build the net of a model group with its initial weights, on torch's default device.
 
-    The weights depend on the state of torch's random generator, which the caller seeds. Raises as
-    `build_target`.
+    The weights depend on the state of torch's random generator, which the caller seeds. Raises what
+    the class raises, but for a FileNotFoundError a ConfigError with exit code 66.
     """
     return build_target(model.node(), "model")
 
@@ -132,8 +134,8 @@ def build_net(model: ModelConfig) -> nn.Module:
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer in the folder of a run or an export, or None if there is none.
 
-    Its `stop_ids` are set to the end tokens in the generation_config.json of the folder. Raises a
-    DataError or an OSError if a file cannot be used.
+    Its `stop_ids` are the end tokens in the generation_config.json of the folder, if any. Raises a
+    DataError if a file is damaged, or an OSError if it cannot be read.
     """
     try:
         tokenizer = load_tokenizer(folder)

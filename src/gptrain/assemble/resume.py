@@ -133,7 +133,7 @@ def find_trained(cfg: RunConfig) -> Path:
 
     Raises:
         ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
-        OSError: As in `find_weights`.
+        OSError: If a folder cannot be read, or its network file system does not answer.
     """
     requested = cfg.ckpt_path
     which = "last" if requested == "last" else "best"

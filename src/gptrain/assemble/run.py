@@ -64,11 +64,11 @@ def check(cfg: RunConfig) -> None:
     """Check that ranks, batch, net, module and optimizer fit the config, before the run starts.
 
     The net is built on the meta device if its class allows it, so that it takes no memory. Nothing
-    is written.
+    is written, and no process group is needed.
 
     Raises:
         ConfigError: If a part does not fit, or the number of ranks does not fit the strategy or the
-            batch.
+            batch. Other errors of the user's classes pass unchanged.
     """
     devices = find_devices(cfg)
     keys = (f"{axis}_parallel_size" for axis in (CONTEXT, TENSOR, PIPELINE))
@@ -137,6 +137,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         ConfigError: If a part does not fit the config, the data or the checkpoint.
         DataError: If the data are empty or damaged.
         TimeoutError: If not all ranks join the process group in time.
+        ValueError: If ranks of a launcher have no MASTER_ADDR or MASTER_PORT.
         OSError: If a file cannot be read or written.
         PreemptedError: If this rank is asked to stop while it joins the group or prepares the data.
     """

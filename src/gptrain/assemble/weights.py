@@ -67,7 +67,7 @@ def load_weights(
     resizes: bool = False,
     stages: Stages = NO_STAGES,
 ) -> list[str]:
-    """Load weights into a net, which may be partitioned.
+    """Load weights from files into a net, which may be partitioned, in place.
 
     All ranks must call this function if the net is partitioned over a pipeline.
 
@@ -76,15 +76,18 @@ def load_weights(
         path: Result of `find_weights`: a checkpoint's folder, a file that Lightning saved, the
             weights of transformers in one file or the index of several, or a safetensors file with
             the net's own names.
-        strict, resizes, stages: Options of `load_net_state`.
+        strict: Raise an error if names or shapes differ. False loads the tensors that match.
+        resizes: Also load tables of learned positions of another length, as far as they overlap;
+            into a shorter table only if not strict.
+        stages: Stages of the pipeline. The default is for a net without one.
 
     Returns:
-        Result of `load_net_state`: phrases about what was not loaded.
+        Phrases about what was loaded in part or not at all.
 
     Raises:
         UnreadableFileError: If a file is damaged, or would execute code.
         OSError: If a file cannot be read.
-        ValueError: If the weights do not fit. The message names the tensors of both sides.
+        ValueError: If the weights do not fit. The message names the first differing tensors.
     """
     try:
         state = SavedTensors(path if path.is_dir() else read_weights(net, path))
