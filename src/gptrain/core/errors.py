@@ -98,8 +98,8 @@ def printable(text: object) -> str:
 def code_of(error: OSError) -> int:
     """Return the exit code for an error of the operating system.
 
-    It is 73 for missing permissions, a read-only file system or a path that is no folder, 70
-    without an error number, and otherwise 74.
+    It is 73 for missing permissions, a read-only file system, or a path that is no folder or
+    exists already, 70 without an error number, and otherwise 74.
     """
     if error.errno is None:
         return FAILED
@@ -125,8 +125,8 @@ class RunError(Exception):
     Any exception whose class has these two attributes is reported in the same way.
 
     Attributes:
-        code: Exit code of the command or the run.
-        cause: Kind of the ending in status.json.
+        code: Exit code of the command or the run. 70 unless a subclass or an instance sets it.
+        cause: Kind of the ending in status.json, set by the class. "error" unless a subclass does.
     """
 
     code = FAILED
@@ -158,7 +158,7 @@ class ConfigError(RunError):
 
 
 class DataError(RunError, ValueError):
-    """Raised for data that is empty, damaged or does not fit the run."""
+    """Raised for data that is empty, damaged or does not fit the run. The exit code is 65."""
 
     code = BAD_DATA
     cause = "data"

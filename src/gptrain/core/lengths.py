@@ -134,10 +134,11 @@ def plan_lengths(
         n_samples: Number of samples of the training set.
         sample_tokens: Positions of one sample. None for data that are not tokens: a sample then
             counts as one position.
+        data_parallel_size: Number of ranks that train on different samples.
 
     Raises:
         ConfigError: If max_tokens is less than one step.
-        ValueError: As in `plan_batch`.
+        ValueError: As in `RunConfig.batch_plan`.
     """
     trainer, batch = cfg.trainer, cfg.batch_plan(data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
@@ -198,14 +199,16 @@ def token_steps(key: str, n_tokens: float, step_tokens: int) -> int:
 def phase_steps(
     cfg: RunConfig, phase: Literal["warmup", "decay", "total"], lengths: RunLengths
 ) -> int | None:
-    """Return the number of steps of a phase of the schedule. A fraction is rounded, also to 0.
+    """Return the number of optimizer steps of a phase of the learning-rate schedule.
 
-    The default is a warm-up of 100 steps or a tenth of the schedule, whichever is less; a decay of
-    a fifth of the schedule; in total the length of the run. Only the total may be None: not known.
+    A configured fraction is one of the total, and is rounded, also to 0. By default the total is
+    the length of the run, or None if that is not known; the warm-up is 100 steps or a tenth of the
+    total, whichever is less; the decay is a fifth of the total. `lengths.warmup_steps` replaces all
+    of this for the warm-up.
 
     Raises:
-        ConfigError: If the tokens of the phase are less than one step, or if the phase is a
-            fraction of an unknown length.
+        ConfigError: If the tokens of the phase are less than one step, or if a fraction, such as
+            the default of the decay, is one of an unknown total.
     """
     if phase == "warmup" and lengths.warmup_steps is not None:
         return lengths.warmup_steps

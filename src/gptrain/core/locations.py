@@ -23,7 +23,8 @@ def enter(conf: str | Path | None = None) -> None:
     project is not installed.
 
     Args:
-        conf: Path of the conf/ folder of the project. None keeps the one that `find_conf` finds.
+        conf: Path of the conf/ folder of the project. It is not checked, and GPTRAIN_CONF is set to
+            it. None keeps the one that `find_conf` finds.
     """
     if conf is not None:
         os.environ[VARIABLE] = os.path.abspath(conf)
@@ -35,7 +36,8 @@ def enter(conf: str | Path | None = None) -> None:
 def find_conf() -> Path | None:
     """Return the absolute path of the conf/ folder of the project, or None without a project.
 
-    Whether the path in GPTRAIN_CONF exists is not checked.
+    It is the path in GPTRAIN_CONF, which need not exist, or else that of the nearest folder, from
+    the working directory upwards, with a train.py and a conf/.
     """
     if named := os.environ.get(VARIABLE):
         return Path(named).absolute()
@@ -61,7 +63,10 @@ def expand_home(path: str | os.PathLike) -> Path:
 
 
 def default_output_dir() -> str:
-    """Return the folder for run folders: GPTRAIN_OUTPUT_DIR, or outputs/ of the project or here."""
+    """Return the folder for run folders, which need not exist.
+
+    It is GPTRAIN_OUTPUT_DIR, or else outputs/ in the project folder or the working directory.
+    """
     project = find_project() or Path.cwd()
     return str(expand_home(os.environ.get("GPTRAIN_OUTPUT_DIR") or project / "outputs"))
 

@@ -49,7 +49,7 @@ SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 
 def full_name(name: object) -> str:
-    """Return the full name of a precision in Lightning, such as `16-mixed` for 16 or `16`."""
+    """Return Lightning's full name of a precision: `16-mixed` for 16, any other name unchanged."""
     return SHORT_NAMES.get(str(name), str(name))
 
 

@@ -215,7 +215,7 @@ class LightningTrainerConfig(TrainerConfig, extra="forbid"):
 
 
 class CheckpointConfig(Section):
-    """Keys of the checkpoint group: when checkpoints are saved, how many are kept, and copies."""
+    """Keys of the checkpoint group: when checkpoints are saved, and which are kept and copied."""
 
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
@@ -444,7 +444,11 @@ class RunConfig(Section):
     launcher: LauncherConfig
 
     def batch_plan(self, data_parallel_size: int) -> BatchPlan:
-        """Return the result of `plan_batch` for this config, or raise its ValueError."""
+        """Return the numbers that multiply to the global batch size of this config.
+
+        Raises a ValueError if data.global_batch_size is no multiple of a micro-step of all ranks,
+        or is given together with trainer.accumulate_grad_batches.
+        """
         data, accumulate = self.data, self.trainer.accumulate_grad_batches
         return plan_batch(data.batch_size, data.global_batch_size, accumulate, data_parallel_size)
 

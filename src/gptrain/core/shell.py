@@ -53,7 +53,11 @@ def command(*words: str) -> str:
 
 
 def train_command(*overrides: str) -> str:
-    """Return the line that starts the project's train.py with these overrides."""
+    """Return the shell command that starts the running script with these overrides.
+
+    Outside of a script, as in `python -m gptrain.plan`, it starts the project's train.py. The
+    overrides are quoted for Hydra already; this function quotes them for the shell.
+    """
     return command("python", locations.train_script(), *overrides)
 
 

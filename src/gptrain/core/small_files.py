@@ -46,7 +46,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the value of a JSON file. Raises as `open_regular`: UnreadableFileError if damaged."""
+    """Return the value of a JSON file. Raises as `open_regular`; UnreadableFileError if damaged."""
     return _read(path, "JSON", json.loads)
 
 
@@ -64,7 +64,10 @@ def _read(path: str | Path, kind: str, parse: Callable[[bytes], Any]) -> Any:
 
 
 def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:
-    """Return the mapping in a small file, or an empty dict if it has no readable mapping."""
+    """Return the mapping in a JSON file, or an empty dict if it is missing, damaged or has none.
+
+    `read_yaml` as `read` reads a YAML file.
+    """
     with suppress(OSError, UnreadableFileError):
         if isinstance(values := read(path), dict):
             return values

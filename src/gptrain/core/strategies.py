@@ -155,9 +155,9 @@ def default_options(name: str) -> StrategyOptions:
 
 
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
-    """Return the options of a strategy, with the values of another strategy where both have a key.
+    """Return the default options of a strategy, with the values of `given` for keys that both have.
 
-    The planner compares strategies in this way.
+    `given` are the options of another strategy. `name` is not taken from them.
     """
     shared = STRATEGIES[name].model_fields.keys() & given.model_fields_set - {"name"}
     return default_options(name).model_copy(update={key: getattr(given, key) for key in shared})
@@ -167,8 +167,8 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
 class ParallelDims:
     """Number of ranks along each axis of the device mesh, pipeline x data x context x tensor.
 
-    `context` ranks share a sequence. `replicas`, which must divide `data`, is the number of copies
-    of the sharded net, and no further axis.
+    Neighboring ranks differ in the last axis. `context` ranks share a sequence. `replicas`, which
+    must divide `data`, is the number of copies of the sharded net, and no further axis.
     """
 
     data: int = 1
@@ -198,7 +198,7 @@ class ParallelDims:
 
 
 def strategy_name(name: str, world_size: int) -> str:
-    """Return the key of STRATEGIES for a `strategy.name`.
+    """Return the key of STRATEGIES for a `strategy.name`: the name itself, unless it is "auto".
 
     "auto" stands for `single` on one rank, else for `ddp`.
     """
@@ -234,7 +234,7 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:
-    """Return the number of microbatches of a batch: as given, or, for None, two per stage."""
+    """Return the number of microbatches of a batch: `given`, or two per pipeline stage (rank)."""
     return given or 2 * n_ranks
 
 

@@ -19,7 +19,7 @@ INT32_MAX = 2**31 - 1  # largest index that kernels with 32-bit indices can addr
 
 
 def between(low: int, high: int = INT32_MAX) -> Any:
-    """Return a pydantic field with an inclusive lower and upper bound."""
+    """Return a pydantic field with an inclusive lower and upper bound, to be used in Annotated."""
     return Field(ge=low, le=high)
 
 
@@ -123,7 +123,7 @@ class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 
     @classmethod
     def keys_that_keep_the_result(cls) -> set[str]:
-        """Return the names of the fields whose type has the mark KeepsResult."""
+        """Return the names of the fields with the mark KeepsResult: a resume may change these."""
         fields = cls.model_fields.items()
         return {name for name, field in fields if KeepsResult in field.metadata}
 
