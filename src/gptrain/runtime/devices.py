@@ -51,7 +51,7 @@ def find_devices(cfg: RunConfig) -> RunDevices:
     """Return the devices of a run, resolved from the trainer group as Lightning does.
 
     An accelerator that this machine does not have becomes "cpu". "auto" devices are those of the
-    launcher, else all GPUs, or 1.
+    launcher, else all CUDA GPUs, else one device. Raises as `process.this_process`.
     """
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices, process = cfg.trainer.devices, this_process()
@@ -64,7 +64,7 @@ def find_devices(cfg: RunConfig) -> RunDevices:
 
 
 def accelerator_of(name: str) -> str | None:
-    """Return the accelerator that trainer.accelerator stands for on this machine, or None.
+    """Return "cuda", "mps" or "cpu" for trainer.accelerator, or None if this machine lacks it.
 
     `auto` takes CUDA, MPS or the CPU, the first that this machine has, and `gpu` CUDA or MPS.
     """
@@ -84,6 +84,9 @@ def native_precision(devices: RunDevices) -> str:
 
 
 def set_threads(n_local: int) -> None:
-    """Set torch's threads to this process's cores / `n_local`, unless OMP_NUM_THREADS is set."""
+    """Divide this process's cores by `n_local` ranks, and give torch as many threads, at least 1.
+
+    Does nothing if OMP_NUM_THREADS is set.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_cores() // n_local))

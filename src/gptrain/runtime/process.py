@@ -57,12 +57,12 @@ class Process:
 
 
 def adopt_launcher() -> None:
-    """Translate the variables of srun, mpirun or mpiexec into those of torchrun.
+    """Translate the environment variables of srun, mpirun or mpiexec into those of torchrun.
 
-    A process that torchrun has started, or that is no rank, stays as it is: a shell inside a SLURM
-    allocation is none, only a step of several tasks (srun) starts ranks (pytorch-lightning#20391).
-    Under srun the run folder is named by the job. For mpirun on several nodes the user sets
-    MASTER_ADDR and MASTER_PORT.
+    Nothing changes for a process that torchrun has started, or that is not one of several ranks: a
+    shell inside a SLURM allocation is none, only a step of several tasks (srun) starts ranks
+    (pytorch-lightning#20391). Under srun `run_stamp` becomes the name of the job. For mpirun on
+    several nodes the user sets MASTER_ADDR and MASTER_PORT. Raises as `this_process`.
     """
     env = os.environ
     for names in OTHERS:
@@ -138,9 +138,11 @@ def job_store() -> Store:
 
 
 def start_store() -> Store:
-    """Return a part of `job_store` for this start of the ranks, or a HashStore for one rank.
+    """Return a store for this start of the ranks to make their process group with. Collective.
 
-    Every rank must call it. The errors are those of `job_store`.
+    It is a HashStore for one rank, else a part of the store at MASTER_ADDR and MASTER_PORT. Raises
+    a ValueError if one of these is missing, and a torch.distributed.DistError if it cannot connect.
+
     torchrun keeps its store when it restarts the ranks of one node. On several nodes each agent
     counts its own restarts only; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new
     store (pytorch#135712).
@@ -155,11 +157,12 @@ def start_store() -> Store:
 
 
 def run_stamp() -> str:
-    """Return the name of this run's folder, which is equal on all ranks of a job: see `job_store`.
+    """Return the name of this run's folder, which is the same on all ranks of a job.
 
-    It is the time at which the first rank that asks has started, such as `2026-01-31_12-00-00-123`.
     Under srun it is `slurm-<job>`, or `slurm-<array job>_<task>` in an array, followed by `.<step>`
-    after the first srun of the job, and the same when the job is requeued.
+    after the first srun of the job, and the same when the job is requeued. Otherwise it is the time
+    at which the first rank that asks has started, such as `2026-01-31_12-00-00-123`: several ranks
+    connect to agree on it, so that all must call this function. Raises as `start_store`.
     """
     if name := os.environ.get(JOB_NAME):
         return name
@@ -191,5 +194,5 @@ def count_devices(devices: int | str | list[int]) -> int | None:
 
 
 def count_nodes(num_nodes: int | str) -> int:
-    """Return the number of nodes for trainer.num_nodes. "auto" means those of the launcher."""
+    """Return the number of nodes for trainer.num_nodes. "auto" means the launcher's, or 1."""
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)

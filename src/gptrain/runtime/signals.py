@@ -82,7 +82,11 @@ def leave_closed_terminal() -> None:
 
 @contextmanager
 def block_stop_signals() -> Generator[None, None, None]:
-    """Let the stop signals wait, in this thread and in the processes that the block starts."""
+    """Block SIGTERM, SIGINT, SIGUSR1 and SIGHUP in this thread and the processes that it starts.
+
+    After the block this thread handles a signal that came meanwhile. The started processes keep the
+    signals blocked.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -91,16 +95,20 @@ def block_stop_signals() -> Generator[None, None, None]:
 
 
 def ignore_in_worker(_worker_id: int = 0) -> None:
-    """Make a data worker ignore the stop signals: its rank ends its workers after it has saved."""
+    """Make a data worker, as its `worker_init_fn`, ignore SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
+
+    Its rank gets the same signals, saves, and then ends its workers.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def kill_workers() -> None:
-    """Kill the data workers of this process, at the end of a run and, by atexit, of the process.
+    """Kill the data workers of this process, and wait until they have ended.
 
-    multiprocessing would end the workers by SIGTERM, which they ignore, and wait forever. torch
-    would wait ten seconds for each worker of a loader that is collected as garbage.
+    Call it at the end of a run, and by atexit: multiprocessing would end the workers by SIGTERM,
+    which they ignore, and wait forever. torch would wait ten seconds for each worker of a loader
+    that is collected as garbage.
     """
     # torch's handler raises for a killed worker.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -28,8 +28,8 @@ POLL_S = 0.5  # interval at which the thread looks at the heartbeats
 class Guard:
     """Watchdog of one rank: a context manager around the training function.
 
-    After too long a silence it writes status.json and ends the process with exit code 76. Time in
-    which the process was stopped (Ctrl-Z, a suspended laptop) does not count as silence.
+    After too long a time without `beat` it writes status.json and ends the process with exit code
+    76. Time in which the process was stopped (Ctrl-Z, a suspended laptop) does not count.
 
     Attributes:
         run_dir: Folder of the run, in which status.json is written.
@@ -93,9 +93,10 @@ class Guard:
 
     @contextmanager
     def nothing_to_save(self) -> Generator[None, None, None]:
-        """End the block at once, by a PreemptedError, when this rank is asked to stop.
+        """End the block at once, by a PreemptedError, when this rank is or was asked to stop.
 
-        The signal handler raises it at any place, for example while a corpus is tokenized.
+        The handler of `stop` raises it in the main thread at any place, for example while a corpus
+        is tokenized. Use it only where there is nothing to save.
         """
         # Before the check: a signal may come just after it.
         self.stop.error = lambda _: PreemptedError()
