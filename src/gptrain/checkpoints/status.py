@@ -19,7 +19,7 @@ CHECKPOINTS_NAME = "checkpoints"  # folder of the checkpoints in the folder of a
 
 
 class PreemptedError(BaseException):
-    """Raised to end a run that was asked to stop, after its state was saved if there is any.
+    """Raised to end a run that was asked to stop (exit code 75), after a save of its state, if any.
 
     Like KeyboardInterrupt, this is not an Exception: a signal handler may raise it inside any
     library, whose `except Exception` would turn it into another error.

@@ -233,7 +233,8 @@ class CheckpointStore:
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
         """Remove all checkpoints except the newest `keep`, at least 1, and the folders `protect`.
 
-        Call it on rank 0 only. A checkpoint that cannot be removed stays, without an error.
+        Call it on rank 0 only. `protect` has paths of this store, as `paths` returns them. A
+        checkpoint that cannot be removed stays, without an error.
         """
         for path in self.paths()[:-keep]:
             if path not in protect:

@@ -137,7 +137,7 @@ class ConfigError(RunError):
     """Raised for wrong input, in most cases before anything is started or written.
 
     Attributes:
-        problems: All problems, at least one, in the order in which they were found.
+        problems: All problems, at least one, in the order in which they were found: the argument.
         lines: Printed lines: one for each problem, without duplicates.
         code: Exit code: 2 if one of the problems has it, else that of the first problem.
     """

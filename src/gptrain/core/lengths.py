@@ -22,6 +22,7 @@ DEFAULT_MAX_EPOCHS = 3
 def loss_rows(device_type: str) -> int:
     """Return the number of positions whose logits the chunked loss holds in memory at a time.
 
+    `device_type` is torch's, such as "cuda".
     On a CPU, 128 positions would read the weights of the head twice as often, and 512 positions
     need 50 MB more. Other devices need 4096 to fill the kernels.
     """
@@ -179,9 +180,10 @@ def _find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int |
 
 
 def effective_max_epochs(trainer: TrainerConfig, max_tokens: float | None) -> int | None:
-    """Return the number of epochs of the run, or None for no limit.
+    """Return the number of epochs to which the run is limited, or None for no limit.
 
-    The default of 3 epochs holds only if neither steps, nor time, nor tokens limit the run.
+    It is `trainer.max_epochs`, of which -1 is no limit. Without a value it is 3, unless steps, time
+    or tokens limit the run.
     """
     if trainer.max_epochs is not None:
         return None if trainer.max_epochs == -1 else trainer.max_epochs

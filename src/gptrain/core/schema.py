@@ -162,7 +162,7 @@ class StableDecayConfig(DecayConfig):
 
 
 class SampleTextConfig(TargetConfig, extra="forbid"):
-    """Keys of `gptrain.lit.callbacks.SampleText`."""
+    """Keys of `gptrain.lit.callbacks.SampleText`, which prints text that the net continues."""
 
     prompt: types.Name
     n_tokens: Count
@@ -305,7 +305,7 @@ class WeightedDataConfig(DataConfig):
 
 
 class DummyTextConfig(WeightedDataConfig):
-    """Keys of `data=dummy_text`, which generates samples."""
+    """Keys of `data=dummy_text`, whose samples are random tokens."""
 
     num_samples: Count
     seq_len: Annotated[int, between(2)]
@@ -453,10 +453,10 @@ class RunConfig(Section):
         return plan_batch(data.batch_size, data.global_batch_size, accumulate, data_parallel_size)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy in which some keys have other values, which are not validated.
+        """Return a copy with other values of some keys, {"data.batch_size": 8}, not validated.
 
         Other keys keep their values, also those whose yaml line refers to a changed key. A key has
-        at most one dot, as `data.batch_size`.
+        at most one dot.
         """
         copy = self.model_copy()
         for key, value in values.items():

@@ -148,7 +148,8 @@ ANY_NET = tuple(name for name, options in STRATEGIES.items() if not options.need
 def default_options(name: str) -> StrategyOptions:
     """Return the options of a strategy with the defaults of its yaml file.
 
-    All calls with the same name return the same object, which must not be changed.
+    `name` is a key of STRATEGIES or "auto". All calls with the same name return the same object,
+    which must not be changed.
     """
     content = yaml.safe_load((DEFAULTS / f"{name}.yaml").read_text())
     return STRATEGIES["ddp" if name == "auto" else name].model_validate(content)
@@ -241,8 +242,9 @@ def count_microbatches(given: int | None, n_ranks: int) -> int:
 def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
     """Return the indices of the blocks of a pipeline stage.
 
-    If the stages cannot hold equally many, the first one and some others hold one block more. The
-    last one does not: it also computes the head, which costs more than the embedding.
+    `stage` counts from 0. If the stages cannot hold equally many, the first one and some others
+    hold one block more. The last one does not: it also computes the head, which costs more than the
+    embedding.
     """
     return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
 

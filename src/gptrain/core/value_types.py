@@ -142,7 +142,7 @@ class OpenSection(Section, extra="allow"):
 class TargetConfig(OpenSection):
     """Node whose `_target_` names the class or function that builds an object.
 
-    gptrain reads OWN_KEYS itself. All other keys are keyword arguments of the target.
+    gptrain reads the keys in OWN_KEYS itself. All other keys are keyword arguments of the target.
     """
 
     OWN_KEYS: ClassVar[frozenset[str]] = frozenset()
