@@ -73,9 +73,10 @@ CPU = torch.device("cpu")
 
 
 class Batch(NamedTuple):
-    """Samples of one rank: int64 tensors (B, T). The loss ignores targets that are -100.
+    """Tokens, next tokens and documents of one rank's samples, (B, T) int64 each.
 
-    `documents` has the index of each token's document, if documents must not see each other.
+    The loss ignores targets that are -100. `documents` has the index of each token's document, or
+    is None if tokens may attend to all documents of their sample.
     """
 
     tokens: Tensor
@@ -88,22 +89,26 @@ class Parallel:
     """Partition a net over the ranks, and compute its loss, logits and gradients on this rank.
 
     All ranks must build the object, which creates the device mesh. The process group must exist,
-    except under `single`.
+    except under `single`, the strategy of one device. A PipelineOptions needs a `Pipeline`.
 
     Attributes:
+        options: `strategy` section of the config.
         dims: Number of ranks along each axis.
+        device: Device of this rank.
         precision: Precision as Lightning names it.
         net: Net or part of it that this rank holds. None before `partition`.
         weights_device: Device of the weights, the CPU if they are offloaded.
-        name: Name of the strategy.
-        axes: Axes over which the strategy divides the work, also those of one rank.
+        name: Name of the strategy, `single` or `ddp` for "auto".
+        axes: Axes over which the strategy divides the work, also if one has a single rank.
         shards: True if FSDP2 shards the parameters over the data and the context axis.
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
             a sequence. Saves can then be sharded.
-        mesh: Device mesh with four axes. None under `single`.
+        mesh: Device mesh with the axes "pipeline", "data", "context" and "tensor". None under
+            `single`.
         ddp_arguments: Keyword arguments of DistributedDataParallel. Empty if it is not used.
         data_group: Ranks that read different samples of the same step. None under `single`.
         gradient_group: Ranks that average their gradients: those of the data and the context axes.
+            None under `single`.
         step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
             object averages.
@@ -114,8 +119,8 @@ class Parallel:
         used: Names of the parameters that have got a gradient in this step. None if not recorded.
         is_pipeline: True if no rank can call the net, and `mean_loss` also computes the gradients.
         stages: Ranks that hold the pipeline stages, and the parameter names of a checkpoint.
-        chunked_loss: Function that computes the loss of hidden states (B, T, D) under a head (V,
-            D).
+        chunked_loss: `chunked_next_token_loss`, or a form of it that is compiled or for a head
+            that the tensor ranks divide.
     """
 
     options: Any = field(default_factory=partial(default_options, "single"))
@@ -156,20 +161,24 @@ class Parallel:
             self.chunked_loss = vocab_parallel_loss
 
     def group_along(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the ranks along an axis of the mesh, or None under `single`."""
+        """Return this rank's group along an axis of the mesh, such as "data"; None if `single`."""
         return None if self.mesh is None else self.mesh.get_group(axis)
 
     @property
     def replicas(self) -> DeviceMesh | None:
-        """Ranks that hold the same weights and gradients, and so can divide the work of Muon."""
+        """Data axis, whose ranks can divide the work of Muon, if they hold the same weights.
+
+        None under `single`, with FSDP and without a data axis.
+        """
         if self.mesh is None or self.shards or DATA not in self.axes:
             return None
         return self.mesh[DATA]
 
     def compile_loss(self) -> None:
-        """Compile the loss of logits on a GPU, where it takes a quarter of a step of GPT-2.
+        """Compile the cross entropy of the chunked loss, on a CUDA device.
 
-        On a CPU the compiled loss is slower. That of a divided vocabulary is never compiled.
+        There it takes a quarter of a step of GPT-2. Does nothing on other devices, where it would
+        be slower, and if tensor ranks divide the vocabulary.
         """
         if self.device.type == "cuda" and TENSOR not in self.axes:
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
@@ -178,9 +187,10 @@ class Parallel:
     # Partitioning, while the net is built
 
     def partition(self, net: Net, activation_checkpointing: str, compile: str) -> None:
-        """Turn a full net into the part that this rank holds, in place.
+        """Turn a full net into the part that this rank holds, in place, and keep it in `net`.
 
-        Modes and errors are those of `apply_activation_checkpointing` and `apply_compile`.
+        Splits the net, applies the modes of `apply_activation_checkpointing` and `apply_compile`,
+        and then FSDP2. The errors are those of these functions.
         """
         self.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
@@ -197,11 +207,11 @@ class Parallel:
             apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)))
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Connect with the module and its optimizer, once both are built.
+        """Set what depends on the LightningModule and its optimizer, once both are built.
 
-        Disables kernels of the optimizer that cannot take sharded parameters: a multi-tensor kernel
-        takes DTensors or plain tensors, but not both, and SGD and Adagrad have no fused kernel for
-        DTensors.
+        Sets `optimizer.replicas`, if there is this attribute, `extra_parameters` and `used`. Turns
+        off the optimizer's kernels that cannot take the parameters: a multi-tensor kernel takes
+        DTensors or plain tensors, but not both, and SGD and Adagrad have no fused one for DTensors.
         """
         if hasattr(optimizer, "replicas"):
             cast(Any, optimizer).replicas = self.replicas
@@ -223,12 +233,13 @@ class Parallel:
     # Loss and logits
 
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the mean loss in nats per target of this rank's samples.
+        """Return the mean loss in nats per target of this rank's samples, a scalar.
 
-        In training the sum of the losses of a batch's own targets is divided by `StepMean.divisor`:
-        the mean of the returned values over micro-steps and data ranks is that over all targets of
-        the step. Otherwise the divisor is the number of the given targets. All ranks between which
-        the net or a sequence is divided must call this method.
+        Inside of training_step, with gradients, the sum of the losses is divided by
+        `StepMean.divisor` if the targets are those of the loader's batch, unchanged: the mean of
+        the returned values over micro-steps and data ranks is then that over all targets of the
+        step. Otherwise the divisor is the number of the given targets. All ranks between which the
+        net or a sequence is divided must call this method.
 
         Raises:
             IncompatibleModelError: If the net does not return logits (B, T, V).
@@ -238,17 +249,20 @@ class Parallel:
         return total / divisor.to(total.dtype)
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Return the number by which the sum of the losses of targets (B, T) is divided."""
+        """Return the divisor of the sum of the losses of targets (B, T), as in `mean_loss`.
+
+        Call it once for each loss, because `StepMean` counts the targets.
+        """
         if self.step_mean is not None and torch.is_grad_enabled():
             return self.step_mean.count_and_get_divisor(targets)
         return count_targets(targets)
 
     def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Run the net on this rank's samples and return the sum of the losses in nats.
+        """Run the net on this rank's samples and return the sum of the losses in nats, a scalar.
 
-        The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
-        bias. Under context parallelism each rank computes its own positions, and all get the sum.
-        Callers and errors are those of `mean_loss`.
+        The logits (B, T, V) are not stored in full if `uses_hidden(net)`. Under context parallelism
+        each rank computes its own positions, and all get the sum. The same ranks as for `mean_loss`
+        must call it, and the errors are the same.
         """
         tokens, targets, documents = batch
         layout: dict[str, Any] = layout_argument(documents)
@@ -275,21 +289,28 @@ class Parallel:
         return not self.forward_only and supports_chunked_loss(net)
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Return the sum of the losses in nats of hidden states, through `net.head`."""
+        """Return the sum of the losses in nats of hidden states (B, T, D) and targets (B, T).
+
+        `net.head`, which may have a bias, makes the logits.
+        """
         arguments: dict[str, Any] = {"reduction": "sum", **asdict(options)}
         if net.head.bias is not None:
             return next_token_loss(net.head(hidden), targets, **arguments)
         return self.chunked_loss(hidden, net.head.weight, targets, **arguments)
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return logits (B, T, V) by those parts of a full net from which the loss is computed."""
+        """Return the logits (B, T, V) of a full net, computed by `hidden` and `head` as the loss.
+
+        `Comparison` compares them with those of `forward`. `targets` are not used.
+        """
         return F.linear(net.hidden(tokens), net.head.weight)
 
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V) and targets (C,) of C positions with a target at a time, for metrics.
+        """Yield logits (C, V), fp32 or fp64, and targets (C,) of C positions at a time.
 
-        All ranks between which the net or a sequence is divided must iterate.
+        Positions with target -100 are left out, and no gradient is computed. All ranks between
+        which the net or a sequence is divided must iterate.
         """
         tokens, targets, documents = batch
         layout = layout_argument(documents)
@@ -298,7 +319,7 @@ class Parallel:
         return logits_in_chunks(net_logits(net, tokens, targets, **layout), nn.Identity(), targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Compute a metric where the logits are, and return it on all ranks of a pipeline."""
+        """Return `compute()`. A pipeline calls it on the last stage, whose value all ranks get."""
         return compute()
 
     # Gradients of a step
@@ -310,6 +331,9 @@ class Parallel:
 
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass. Collective.
+
+        Averages the gradients of `extra_parameters`, which FSDP leaves out, and adds up those of
+        `partial_parameters`. DDP and FSDP have averaged all others in the backward pass.
 
         Raises:
             IncompatibleModelError: If the ranks use different parameters, without
@@ -326,7 +350,11 @@ class Parallel:
             sum_gradients(self.partial_parameters, cast(Any, self.group_along(TENSOR)))
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients over `gradient_group`. Collective. Raises the error of `check_use`."""
+        """Average gradients over `gradient_group`. Collective.
+
+        A gradient that only other ranks have counts as zeros, or is the IncompatibleModelError of
+        `finish_gradients`.
+        """
         group = self.gradient_group
         if group is not None and group.size() > 1:
             is_used = {p: p.grad is not None for p in parameters if p.requires_grad}
@@ -334,9 +362,10 @@ class Parallel:
             sum_gradients(is_used, group, divisor=group.size())
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip the gradients of the entire net, and return their norm before. Collective.
+        """Scale gradients so that their global L2 norm is at most `max_norm`. Collective.
 
-        A `max_norm` of None or 0 only measures the norm.
+        Returns the norm before, a scalar tensor, which counts the shards of all ranks. A `max_norm`
+        of None or 0 only measures the norm.
         """
         return clip_grad_norm(parameters, max_norm)
 

@@ -55,7 +55,10 @@ Tensors = dict[str, Tensor]  # by the names that a message shows
 
 
 def is_of_library(net: nn.Module) -> bool:
-    """Return whether a net has unchanged layers of gptrain.models and torch.nn only, no buffers."""
+    """Return whether all layers of a net are of gptrain.models or torch.nn, and unchanged.
+
+    A layer with a buffer, a forward hook, or a method that was replaced on the object is changed.
+    """
     return all(
         type(part).__module__.startswith(LIBRARIES)
         and not {"forward", "embed", "hidden"} & vars(part).keys()
@@ -72,7 +75,7 @@ class Comparison:
         full_net: Net before it is partitioned, for example on the meta device.
         make_net: Function that builds it.
         parallel: Strategy of the run.
-        mode: Value of model.activation_checkpointing.
+        mode: Value of model.activation_checkpointing: none, selective or full.
     """
 
     full_net: nn.Module
@@ -84,15 +87,17 @@ class Comparison:
         """Check that the strategy trains the function that the net computes.
 
         All ranks must call this method, before the net of the run is built. It changes the state of
-        the random generators. If the plain net cannot be run, nothing is compared, and a
-        partitioning strategy logs a warning. Sets `parallel.forward_only` if the loss must be
-        computed from `forward`, or if nothing was compared.
+        the random generators. If the plain net fails on the sample, nothing is compared, and a
+        partitioning strategy logs a warning. Outside of a pipeline, sets `parallel.forward_only` if
+        `hidden` and `head` compute other logits than `forward` in training, or if nothing was
+        compared.
 
         Args:
             sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
 
         Raises:
-            IncompatibleModelError: If the nets differ, or if the partitioned net fails.
+            IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of
+                memory and of communication pass unchanged.
         """
         parallel, sample = self.parallel, from_rank_0(sample)
         reason, dtype_before = "", torch.get_default_dtype()

@@ -42,7 +42,10 @@ def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
-    """Build (state, hook) for DistributedDataParallel.register_comm_hook, or None for "none"."""
+    """Build (state, hook) for DistributedDataParallel.register_comm_hook, or None for "none".
+
+    `name` is a value of `strategy.comm_hook`: none, bf16, fp16 or powersgd.
+    """
     if name == "none":
         return None
     if name == "powersgd":

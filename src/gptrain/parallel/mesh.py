@@ -59,8 +59,8 @@ def start_group(
         backend: Backend of torch.distributed, for example "nccl".
         device: Device of this rank. A CUDA device becomes the current device.
         timeout_s: Time for which a rank waits for the others, and timeout of the collectives. With
-            NCCL the collectives have at least LONG_PHASE_S.
-        store: Store of the job, which all ranks open.
+            NCCL the collectives have at least an hour.
+        store: Store through which the ranks find each other (`runtime.process.start_store`).
 
     Raises:
         TimeoutError: If not all ranks start in time.
@@ -94,13 +94,14 @@ def after_rank_0(
 ) -> T:
     """Call a function on rank 0 first, then on all other ranks, and return its result.
 
-    The function may write files that the other ranks then read. These wait for a key of the store,
-    not in a collective: preparing a corpus can take hours longer than the timeout of collectives.
-    All ranks call it, once per process group and key, because the key stays set. Without a process
-    group the function is only called.
+    The function may write files that the other ranks then read. The other ranks wait for a key of
+    the store, not in a collective: preparing a corpus can take hours longer than the timeout of
+    collectives. All ranks call it, once per process group and key, because the key stays set.
+    Without a process group the function is only called. Its errors pass unchanged.
 
     Raises:
         TimeoutError: On the other ranks, if rank 0 fails or does not return within `timeout_s`.
+        RuntimeError: On the other ranks, if the store has ended (DistNetworkError).
     """
     if not dist.is_initialized():
         return function()
@@ -125,8 +126,8 @@ def wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> Non
 def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:
     """Call a function on rank 0 only, and return on all ranks when rank 0 has finished.
 
-    The other ranks also return if rank 0 has exited or exceeds the timeout. Call it once, at the
-    end of the run, because waiting ranks take part in no collective.
+    The other ranks also return if rank 0 has exited or exceeds the timeout. Waiting ranks take part
+    in no collective, and a second call would not wait: call it once, at the end of the run.
     """
     name = "rank 0 has finished"
     if rank == 0:
@@ -137,7 +138,10 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
 
 
 def from_rank_0(value: T) -> T:
-    """Broadcast rank 0's picklable value, and return it on every rank. Collective."""
+    """Return rank 0's value on every rank. Collective. The values of all ranks must be picklable.
+
+    Without a process group `value` is returned.
+    """
     return gather(value)[0]
 
 

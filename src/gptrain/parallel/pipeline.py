@@ -55,7 +55,7 @@ class Pipeline(Parallel):
         group: Ranks of this rank's pipeline.
         rank: Rank in it, which is the index of its stage.
         last: Rank that holds the last stage.
-        ends_group: First and last rank of the pipeline, if it has several ranks.
+        ends_group: Group of the first and the last rank. Missing in a pipeline of one rank.
         net: This rank's stage of the net, after `split`.
     """
 
@@ -79,7 +79,10 @@ class Pipeline(Parallel):
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
     def split(self, net: Net) -> None:
-        """Keep only this rank's stage in the net, in place; `forward` and `hidden` then raise."""
+        """Keep only this rank's stage in the net, in place.
+
+        `net.forward` and `net.hidden` then raise an IncompatibleModelError.
+        """
         self.net = net
         self._schedule = cache(self._build_schedule)
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
@@ -87,9 +90,10 @@ class Pipeline(Parallel):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Prepare as `Parallel.prepare`, and let the first rank alone count what others hold, too.
+        """Set what `Parallel.prepare` sets, and what this rank leaves out of the gradient norm.
 
-        The norm counts tied parameters, and those of the module outside its net, only once.
+        Tied parameters, and those of the module outside its net, are on several ranks. Only the
+        first rank counts them.
         """
         super().prepare(module, optimizer)
         shared = {*self.tied_parameters, *self.extra_parameters}
@@ -102,14 +106,14 @@ class Pipeline(Parallel):
         return [parameter for name, parameter in self.net.named_parameters() if name in names]
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return logits (B, T, V) by the chain of parts that the stages run, of a full net."""
+        """Return the logits (B, T, V) of a full net, by the parts that the stages run in turn."""
         x = net.embed(tokens)
         for block in net.blocks:
             x = block(x)
         return F.linear(net.norm(x), net.head.weight, net.head.bias)
 
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the mean loss per target on all ranks of the pipeline, which must call it.
+        """Return the mean loss of `Parallel.mean_loss`, on all ranks of the pipeline. Collective.
 
         With gradients enabled the schedule also runs the backward passes, and `backward` of the
         result adds their gradients.
@@ -134,7 +138,10 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
-        """Multiply gradients by a factor, and add them to those of their parameters."""
+        """Multiply gradients in place by a factor, and add them to `grad` of their parameters.
+
+        Raises the error of `check_gradients`.
+        """
         self.check_gradients()
         if gradients:  # a stage may have no trained parameter
             torch._foreach_mul_(list(gradients.values()), factor)
@@ -145,7 +152,7 @@ class Pipeline(Parallel):
         self._seen = self._versions()
 
     def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the sum of the losses in nats of this pipeline's samples, without gradients."""
+        """Return the sum of the losses in nats of a batch, without gradients. Collective."""
         return self.evaluate(batch, partial(self.head_loss, net, options=options))
 
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,13 +175,18 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
-        """Return the sum of `loss` over the microbatches, without gradients. Collective."""
+        """Return the sum of `loss` over the microbatches, without gradients. Collective.
+
+        The last stage calls `loss(hidden, targets)` with hidden states (b, T, D) behind the final
+        norm and targets (b, T). All ranks of the pipeline get the sum, a scalar.
+        """
         return self._run(False, gcd(len(batch.tokens), self.microbatches), batch, loss)
 
     def finish_gradients(self) -> None:
-        """Check and complete the gradients of a step, also of weights that both ends share.
+        """Complete the gradients once per step, after the last backward pass. Collective.
 
-        Collective. Raises the errors of `Parallel.finish_gradients` and of `check_gradients`.
+        Adds up those of tied weights, and averages all over the data axis. Raises the errors of
+        `Parallel.finish_gradients` and of `check_gradients`.
         """
         self.check_gradients()
         super().finish_gradients()
@@ -184,7 +196,7 @@ class Pipeline(Parallel):
         self._seen = self._versions()
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip the gradients of all stages, and return their norm before. Collective."""
+        """Clip the gradients of all stages, as in `Parallel.measure_and_clip`. Collective."""
         counted = self.counted_on_other_stage
         norm = clip_grad_norm(parameters, max_norm, self.group, counted)
         self._seen = self._versions()

@@ -11,7 +11,10 @@ from gptrain.parallel.requirements import tied_names
 
 
 def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
-    """Build the net on the meta device, or on the CPU if its constructor needs real values."""
+    """Build the net on the meta device, or on the CPU if its constructor needs real values.
+
+    `make_net` may be called twice, and may draw from the global random generators.
+    """
     rng_state = torch.random.get_rng_state()
     try:
         with torch.device("meta"):
@@ -34,7 +37,7 @@ def make_net_on(
 
     In both cases the global CPU generator ends in the state that one call of `make_net` leaves, so
     that a seed gives the weights that a single process would have. There is no communication.
-    `make_net` may be called twice. `partition` changes the net in place.
+    `make_net` may be called twice.
     """
     rng_state = torch.random.get_rng_state()
     net = build_on_meta_device(make_net)
@@ -57,7 +60,7 @@ def make_net_on(
 
 
 def allocate(net: nn.Module, device: torch.device | str) -> None:
-    """Allocate the tensors of a net on the meta device. Tied parameters stay tied."""
+    """Move a net to a device, in place, without its values. Tied parameters stay tied."""
     tied = tied_names(net)
     net.to_empty(device=device)  # creates a separate parameter for each name of a tied parameter
     for second, first in tied.items():

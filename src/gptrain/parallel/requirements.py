@@ -22,7 +22,10 @@ Net: TypeAlias = Any
 
 
 class IncompatibleModelError(ValueError):
-    """Raised if the net, the module or a callback does not support the option `key`."""
+    """Raised if the net, the module or a callback does not support the option `key`.
+
+    `key` is the key in the config, such as "strategy.name".
+    """
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
@@ -38,7 +41,7 @@ def check_fit(
     activation_checkpointing: str,
     documents: bool,
 ) -> None:
-    """Check that a net has everything that strategy, compile and checkpointing need.
+    """Check that a net has everything that a strategy and options of the `model` section need.
 
     `documents` is True if samples hold documents that must not see each other.
 
@@ -85,7 +88,11 @@ def check_split(net: Net, dims: ParallelDims) -> None:
 
 
 def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) -> None:
-    """Raise an IncompatibleModelError if ranks or batch of a step cannot be divided."""
+    """Raise an IncompatibleModelError if the batch or the copies of a net cannot be divided.
+
+    `strategy.replicas` must divide the data ranks, and the microbatches of a pipeline the batch.
+    A static graph (DDP) excludes gradient accumulation.
+    """
     problems = {}
     if dims.data % dims.replicas:
         problems["strategy.replicas"] = f"does not divide the {dims.data} data-parallel ranks"
@@ -105,9 +112,9 @@ def check_layout(net: nn.Module, n_positions: int = 0) -> None:
     """Check that a net can keep packed documents apart.
 
     Raises:
-        IncompatibleModelError: If `forward` has no argument `layout`, or if a sample of
-            `n_positions` (0: unknown) is too long, which the net itself does not check for packed
-            documents.
+        IncompatibleModelError: If `forward` has no argument `layout`, or if `n_positions`, the
+            length of a sample, exceeds `net.max_seq_len`. With documents, the net does not check
+            the length itself. 0 leaves this check out.
     """
     if "layout" not in signature(type(net).forward).parameters:
         message = f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models)"

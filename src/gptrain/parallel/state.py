@@ -34,7 +34,7 @@ class Stages(NamedTuple):
     """Ranks that hold the stages of a pipeline, and the names of tied parameters.
 
     Attributes:
-        group: Ranks of the pipeline. None if each rank has the full net, or a part of each tensor.
+        group: Ranks of the pipeline. None under a strategy without stages.
         aliases: Further name of a tied parameter -> its first name in the full net. The stage of
             the head holds the parameter only under the further name.
     """
@@ -60,7 +60,7 @@ def module_name(name: str) -> str:
 
 
 def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name in the module -> parameter, for the parameters of a module outside its `net`."""
+    """Return the parameters of a module outside its `net`, by their names in the module."""
     net = getattr(module, "net", None)
     net_parameters = set(net.parameters()) if isinstance(net, nn.Module) else set()
     return {name: p for name, p in module.named_parameters() if p not in net_parameters}
@@ -69,14 +69,15 @@ def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
     """Return the parameters of the net that this rank holds, by their names in a checkpoint.
 
-    A tied parameter appears once, under its first name. Also frees weights that FSDP has gathered.
+    A tied parameter appears once, under its first name. There is no communication. Frees weights
+    that FSDP has gathered. `stages` are `Parallel.stages`, needed if the net has been partitioned.
     """
     _reshard(net)
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
 def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return name in a checkpoint -> parameter of this rank, for all parameters of a module."""
+    """Return all parameters of a module that this rank holds, by their names in a checkpoint."""
     net, extra = getattr(module, "net", None), named_extra_parameters(module)
     named = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
     return named | {f"{EXTRA_PREFIX}{name}": parameter for name, parameter in extra.items()}

@@ -37,7 +37,8 @@ class StepMean:
         losses: Detached loss of each micro-batch of the step by its index, as Lightning has divided
             it by the number of micro-steps. `GPTStrategy.backward` fills it.
         counted: Targets of the current micro-batch, if gptrain's loader has counted them, and their
-            version: torch increases it when a tensor is changed in place.
+            `_version`, which torch increases when a tensor is changed in place. None for others.
+            `GPTStrategy.batch_to_device` sets it.
         n_targets: Number of targets that the losses of the last step have counted, over all data
             ranks, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`.
         loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN without a target.
@@ -63,7 +64,11 @@ class StepMean:
         self.losses = {}
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Count the targets of a loss, and return the number by which its sum is divided."""
+        """Add the targets of a loss to `n_targets`, and return the divisor of its sum, a scalar.
+
+        It is `divisor` for the targets in `counted`, if they are unchanged. For all others it is
+        their own number, at least 1, and the first time a line is logged.
+        """
         n_targets = (targets != IGNORED).sum()
         self._n_targets = n_targets if self._n_targets is None else self._n_targets + n_targets
         if self.counted is not None:
