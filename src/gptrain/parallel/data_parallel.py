@@ -42,10 +42,7 @@ def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
-    """Build (state, hook) for DistributedDataParallel.register_comm_hook, or None for "none".
-
-    `name` is a value of `strategy.comm_hook`: none, bf16, fp16 or powersgd.
-    """
+    """Return (state, hook) of a `strategy.comm_hook` for register_comm_hook; None for "none"."""
     if name == "none":
         return None
     if name == "powersgd":

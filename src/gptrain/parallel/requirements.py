@@ -22,10 +22,7 @@ Net: TypeAlias = Any
 
 
 class IncompatibleModelError(ValueError):
-    """Raised if the net, the module or a callback does not support the option `key`.
-
-    `key` is the key in the config, such as "strategy.name".
-    """
+    """Raised if the net, the module or a callback does not support `key`, a key of the config."""
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
