@@ -57,7 +57,8 @@ class Spikes:
     def flag(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
         """Return, as a bool scalar, whether loss or norm is a spike, and add both to the window.
 
-        Both are scalar tensors, identical on all ranks. The values of a step may be given twice.
+        Both are scalar tensors, identical on all ranks. A second call for the same step replaces
+        its values.
         """
         values = torch.stack((loss, norm.to(loss)))
         values = values.where(values.isfinite(), math.nan)
@@ -82,6 +83,7 @@ class StepGuard:
     Attributes:
         on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out.
         on_spike: "warn" only reports spikes, "skip" leaves them out, "none" does not look for them.
+        spikes: Window of losses and norms that tells what a spike is.
         max_skips: Number of consecutive refused steps after which the run ends.
     """
 
@@ -114,9 +116,10 @@ class StepGuard:
     def decide(self, optimizer: Optimizer) -> None:
         """Make the optimizer leave out its update of the current step if the step is bad.
 
-        All ranks that take the step together must call it, after the gradient norm was computed. A
-        second call for the same step replaces the first. Raises the errors of `read` if the
-        optimizer does not read `found_inf`.
+        All ranks must call it, after the gradient norm was computed. A second call for the same
+        step replaces the first. Raises the errors of `read` at once if the optimizer cannot skip
+        the update on the device: it does not read `found_inf`, a loss scaler sets that attribute,
+        or the parameters are offloaded.
         """
         strategy = strategy_of(self.trainer)
         norm = cast(Tensor, strategy.grad_norm)  # `GPTStrategy.clip` has measured it

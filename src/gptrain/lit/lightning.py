@@ -23,6 +23,10 @@ class RankEnvironment(TorchElasticEnvironment):
     Lightning's own detection would take a run that a person starts in a SLURM allocation for a rank
     of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`. The process group exists
     before the Trainer is built, so Lightning never asks this object for the main address.
+
+    Args:
+        process: Rank and world size of this process.
+        n_local: Number of ranks on each node.
     """
 
     def __init__(self, process: Process, n_local: int):
@@ -42,7 +46,7 @@ class RankEnvironment(TorchElasticEnvironment):
         return self.process.local_rank
 
     def node_rank(self) -> int:
-        """Return the number of this process's node."""
+        """Return the number of this process's node, from 0."""
         return self.process.rank // self.n_local
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -68,11 +72,11 @@ def strategy_of(trainer: pl.Trainer) -> GPTStrategy:
 def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
     """Remove Lightning's signal handlers and its own search for a checkpoint; return the trainer.
 
-    - Lightning's SIGTERM handler calls a collective operation inside the signal handler, exits with
-      code 0 and saves nothing. To stop all ranks, Lightning broadcasts one number per micro-batch
-      and waits for it. `callbacks.monitor.TrainingMonitor` replaces both.
-    - `fit(ckpt_path=None)` looks for files that another run may have left. It does not if the user
-      has set `trainer.ckpt_path`, and `use_checkpoint` sets it, also to None.
+    - Lightning's SIGTERM handler calls a collective, exits with code 0 and saves nothing. To stop
+      all ranks, Lightning broadcasts one number per micro-batch and waits for it. `TrainingMonitor`
+      replaces both.
+    - `fit(ckpt_path=None)` looks for files that another run may have left, unless `use_checkpoint`
+      was called.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -74,7 +74,7 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def discard_after(self, step: float) -> None:
-        """Remove the rows of later steps, and a last row that was written only in part."""
+        """Remove the rows after `step`, and a last row that was written only in part."""
         rows = [row for row in files.read_rows(self.path) if isinstance(row.get(STEP), int)]
         rows = [row for row in rows if row[STEP] <= step]
         files.replace(self.path, b"".join(map(files.encode, rows)))

@@ -133,7 +133,7 @@ class LanguageModel(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics with a plain Trainer. In a run TrainingMonitor has logged them before."""
+        """Log `take_evaluation`. In a run of gptrain `TrainingMonitor` has logged it before."""
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
     on_test_epoch_end = on_validation_epoch_end
@@ -169,11 +169,14 @@ class LanguageModel(pl.LightningModule):
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
         """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
 
-        Collective. The names begin with `prefix`. The dict is empty if no batch was evaluated.
+        Collective. The scalars are `<prefix>/loss` in nats per target, `<prefix>/perplexity`,
+        `<prefix>/bits_per_byte` if there are `token_bytes`, `<prefix>/<name>` of each metric, and
+        `<prefix>/<part>/loss` of each part of a mixture. No batch, as in a fit without validation,
+        gives an empty dict.
 
         Raises:
-            DataError: On all ranks, if no target of the evaluation, or of a part of a mixture,
-                counts.
+            DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
+                are -100.
         """
         values: dict[str, Tensor] = {}
         for part, sums in self.eval_sums.items():  # all ranks have the parts in the same order
@@ -195,10 +198,9 @@ class LanguageModel(pl.LightningModule):
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def named_net(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the net, or of own stages, by their names in a checkpoint.
+        """Return the parameters of the net that this rank holds, by their names in a checkpoint.
 
-        A tied parameter appears once, under its first name. Frees full weights that FSDP has
-        gathered.
+        A tied parameter appears once, under its first name. Frees weights that FSDP has gathered.
         """
         return named_parameters(self.net, self._parallel().stages)
 
@@ -247,9 +249,9 @@ class LanguageModel(pl.LightningModule):
         by value, and clipping under a strategy that is not gptrain's, is left to Lightning.
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients of fused
-        optimizers, which remove it themselves. Here the gradients are unscaled before they are
-        clipped. Collective. Raises the errors of `GPTStrategy.clip`, and an IncompatibleModelError
-        if a hook has changed the gradients of a pipeline.
+        optimizers, which remove it themselves. This method removes it before it clips. Collective.
+        Raises the errors of `GPTStrategy.clip`, and an IncompatibleModelError if a hook has changed
+        the gradients of a pipeline.
         """
         strategy = self.trainer.strategy
         self._parallel().check_gradients()

@@ -82,7 +82,7 @@ class UserData(Dataset):
         return tuple(batch) if isinstance(batch, list) else batch
 
     def describe(self, n_samples: int) -> str:
-        """Return the text of the start line `data`, which says what is not exact."""
+        """Return a line with the data's length and what a resume loses. Ignores `n_samples`."""
         twice = " · evaluations may count a sample twice" if self.world_size > 1 else ""
         is_known = self.epoch_batches != UNKNOWN_LENGTH
         length = f"{self.epoch_batches} batches per rank and epoch" if is_known else "a stream"
@@ -120,5 +120,5 @@ def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
 
 
 def has_loader(datamodule: pl.LightningDataModule, task: str) -> bool:
-    """Return whether a data module overrides the method of LOADERS for a task."""
+    """Return whether a data module has a loader for a task: fit, validate or test."""
     return is_overridden(LOADERS[task], datamodule)

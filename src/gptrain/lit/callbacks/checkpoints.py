@@ -53,11 +53,12 @@ class Checkpoints(Checkpoint):
             current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
         mirror: Mirror that copies each checkpoint while training continues, or None.
-        timeline: Record of the phases of this start.
+        timeline: Record of the phases of this start of the run, such as its saves.
         beat: Function that sends a heartbeat to the watchdog of this rank (`Guard.beat`).
-        stopping, time_is_up, is_written: Whether the ranks have agreed to stop, to save because
-            `every_minutes` have passed, and that all of them have written a save in the background.
-            Set by `TrainingMonitor`.
+        stopping: Whether the ranks have agreed to end the run. `TrainingMonitor` sets this
+            attribute and the next two.
+        time_is_up: Whether the ranks have agreed to save because `every_minutes` have passed.
+        is_written: Whether all ranks have written their files of a save in the background.
         saved_step: Newest step that was saved, or that the run has resumed from.
     """
 
@@ -105,7 +106,7 @@ class Checkpoints(Checkpoint):
             trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what Lightning does not restore, if the run resumes from gptrain's checkpoint."""
+        """Restore metrics, schedules and random states if the run resumes from a checkpoint."""
         if self._only_validates:
             trainer.val_check_batch = 1
         if self._loaded is not None:
@@ -116,14 +117,17 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the random generator states and logged metrics that an exact resume needs."""
+        """Add random states and logged metrics, if the checkpoint is one of this callback."""
         if strategy_of(trainer).save_to_store is not None:
             resume.add_state(trainer, checkpoint)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save a step if it is due and neither its validation nor its epoch's end is to come."""
+        """Finish a save that all ranks have written, and save the step if it is due.
+
+        A step before a validation or the end of an epoch is saved by a later hook.
+        """
         if not ends_step(trainer, batch_idx):
             return
         # A vote that began before the newest save is known up to two steps later.
@@ -160,7 +164,7 @@ class Checkpoints(Checkpoint):
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the mirror, and restore the metrics if no step was left to train."""
+        """Wait for the mirror. If no step was left to train, restore the saved metrics first."""
         if self._loaded is not None:
             resume.restore_logged(trainer, self._loaded)
         self.wait_for_mirror(trainer)
@@ -169,15 +173,12 @@ class Checkpoints(Checkpoint):
         """Save the current step, unless it is saved already. All ranks must call this method.
 
         With `checkpoint.background` a large save is written in the background, except at the end of
-        the run, and becomes a checkpoint some steps later, when all ranks have written it.
-        `TrainingMonitor` first reads the decision whether the optimizer has taken the step.
+        the run, and becomes a checkpoint some steps later, when all ranks have written it. Before,
+        `StepGuard.read` raises its errors on all ranks: a step that ends the run is not saved.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files of this save or of
                 the one before. The earlier checkpoints are intact.
-            RefusedStepError: On all ranks that take the step together, if the last step was refused
-                and the run ends because of it. Nothing is saved then.
-            DataError: In the same way, if the last step is step 0 of the run and had no target.
         """
         step, strategy = trainer.global_step, strategy_of(trainer)
         n_parameters = sum(p.numel() for p in strategy.full_net.parameters())
@@ -221,7 +222,10 @@ class Checkpoints(Checkpoint):
             self.store.finish()
 
     def votes_to_save(self, trainer: Trainer) -> bool:
-        """Return True on rank 0 if `checkpoint.every_minutes` are over, and begin the next ones."""
+        """Return True on rank 0, during training, if `checkpoint.every_minutes` have passed.
+
+        They are counted from the last save or the last True. On all other ranks return False.
+        """
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:
             return False

@@ -52,13 +52,16 @@ class TrainingMonitor(Callback):
     without `perf/` promises the same value after an exact resume.
 
     A run that was asked to stop during training saves its step and ends on all ranks at the same
-    step, which the ranks choose by a vote. Before the first step and in task=validate or task=test
-    the rank that received the signal ends at once.
+    step, which the ranks choose by a vote, with a PreemptedError. Before the first step and in
+    task=validate or task=test the rank that received the signal ends at once.
 
     Attributes:
+        every_n_steps: Optimizer steps between two logged steps.
+        lengths: Length of the run.
         model_config: `model` group of the config, which every checkpoint contains, so that a net
             can be built from it alone.
         guard: Watchdog of this rank. It has the flag that a stop signal sets.
+        timeline: Record of the phases of this start of the run.
         step_guard: Object that decides whether the optimizer takes each step.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
         seed: Seed of the run. In a fit each rank is seeded with the sum of it and the rank.
@@ -87,18 +90,21 @@ class TrainingMonitor(Callback):
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that gptrain supports all callbacks of the trainer."""
+        """Raise a ConfigError if the trainer has a callback that gptrain does not support."""
         check_supported(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed this rank."""
+        """Seed torch's generators with `seed` + rank."""
         # Until now all ranks drew the same numbers, for parameters of the module, also in its
         # `setup` and `configure_model`, and a random split of a LightningDataModule. Dropout
         # differs between ranks.
         torch.manual_seed(self.seed + trainer.global_rank)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to measure the steps, and to decide for each whether the optimizer takes it."""
+        """Prepare loggers, `step_guard` and the measurement of speed for the first step.
+
+        Raises an IncompatibleModelError if the module has `automatic_optimization=False`.
+        """
         self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
         if not pl_module.automatic_optimization:
@@ -136,7 +142,7 @@ class TrainingMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Complete the gradients before other hooks see them, and record the learning rate."""
+        """Complete the gradients before other hooks see them. Collective."""
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
         strategy.finish_gradients()
@@ -146,7 +152,10 @@ class TrainingMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Send a heartbeat; after the last micro-batch of a step vote, and log the step if due."""
+        """Send a heartbeat. After the last micro-batch of a step log the step, if it is due.
+
+        Then the ranks also synchronize buffers and vote on stopping and saving.
+        """
         step = trainer.global_step
         self._beat(step, "train")
         self.timeline.update(step)
@@ -174,7 +183,7 @@ class TrainingMonitor(Callback):
         pl_module.log(STEP, float(trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send a heartbeat, and wait for the last decision and the vote that is still pending."""
+        """Raise the errors of `StepGuard.read` for the last step, and end the pending vote."""
         self._beat(phase="end")
         self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
@@ -236,7 +245,7 @@ class TrainingMonitor(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send the heartbeat of the training phase, and let the next step begin a new interval."""
+        """Return to the training phase. The time of the validation is not counted as steps."""
         self._is_paused = True
         self._beat(phase="train")
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -247,9 +256,9 @@ class TrainingMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the config of the net to a checkpoint, and let the next step begin a new interval.
+        """Add the config of the net to a checkpoint. Raises the errors of `StepGuard.read`.
 
-        No file is written after the step that ends the run.
+        So no file is written after a step that ends the run.
         """
         self.step_guard.read()
         checkpoint["model"] = self.model_config
@@ -262,11 +271,11 @@ class TrainingMonitor(Callback):
         self._beat(checkpoint["global_step"], allow_s=self.guard.allow_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the decisions on steps, for a checkpoint."""
+        """Return the state of `step_guard`, for a checkpoint."""
         return self.step_guard.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the decisions on steps."""
+        """Restore the state of `step_guard`."""
         self.step_guard.load_state_dict(state_dict)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:

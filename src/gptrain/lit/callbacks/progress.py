@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 class ProgressBar(TQDMProgressBar):
     """Lightning's tqdm bar in a terminal, with the values of the last logged step.
 
-    If the output is not a terminal, a line is printed after the first and the last step, and as
-    often as no more than `every_s` seconds pass between two lines. Its values are those of its own
-    step. An evaluation prints its size when it begins, and then how far it is.
+    If stdout is not a terminal, rank 0 logs a line after the first and the last step, and after a
+    step if the next one would come more than `every_s` seconds after the last line. Its values are
+    those of its own step. An evaluation prints its size when it begins, and then how far it is.
     """
 
     def __init__(self, every_s: float = 30.0):
@@ -39,14 +39,17 @@ class ProgressBar(TQDMProgressBar):
         tqdm.set_lock(threading.RLock())
 
     def on_train_start(self, *args: Any) -> None:
-        """Start the bar of the training. The first step prints a line."""
+        """Start the bar of the training. Without a terminal, the first step prints a line."""
         super().on_train_start(*args)
         self._printed_s = -math.inf
 
     def end_step(
         self, trainer: Trainer, lr: float, step_s: float, lengths: RunLengths, is_logged: bool
     ) -> None:
-        """Show a step in the bar if it was logged, or print it if a line is due, on rank 0."""
+        """Show a step in the bar if it was logged, or print it if a line is due, on rank 0.
+
+        `lr` is the learning rate of the step, and `step_s` the seconds that a step takes now.
+        """
         is_shown = is_logged if self.in_terminal else trainer.should_stop or self._is_due(step_s)
         if not is_shown or not trainer.is_global_zero:
             return

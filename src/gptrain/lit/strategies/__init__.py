@@ -41,7 +41,8 @@ def build_strategy(
     Args:
         make_net: Function that builds the full net. It draws the initial weights from PyTorch's
             global CPU generator.
-        compile, activation_checkpointing: Modes of `parallel.activation`.
+        compile: none, blocks or model, as in `apply_compile`.
+        activation_checkpointing: none, selective or full.
         precision: Precision as Lightning names it.
         sample: Tokens (T,) of one sample, on which a user's net is run both in its plain form and
             under the strategy, to compare the results. None skips this comparison.
