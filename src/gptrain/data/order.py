@@ -265,8 +265,9 @@ class EvalBatches:
 def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) -> list[int]:
     """Return how many samples of each part of a dataset an evaluation reads, the first of the part.
 
-    They fill `limit` batches if it is an int. A float is a fraction of the part's batches, of which
-    at least one is read; None reads all. The set is the same on any number of ranks.
+    An int `limit` is the largest number of batches of a part, on all ranks together. A float is a
+    fraction of the part's batches, of which at least one is read. None reads all. The result does
+    not depend on the number of ranks.
     """
     if limit is None:
         return list(lengths)

@@ -22,7 +22,7 @@ REQUIRED_KEYS = {"input_ids", "labels"}
 
 
 def len_of(dataset: Dataset) -> int:
-    """Return the number of samples of a dataset, whose class in torch declares no `__len__`."""
+    """Return `len(dataset)`. The type checker needs it: torch's Dataset declares no `__len__`."""
     return len(cast(Sized, dataset))
 
 

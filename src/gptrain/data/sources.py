@@ -167,9 +167,10 @@ def _is_val(number: int, fraction: float) -> bool:
 
 
 def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
-    """Yield each record of a file of the format `kind`, and its place for an error message.
+    """Yield each record of a file, and its place for an error message: "<file>: record <number>".
 
-    Raises a DataError if the file is damaged, an OSError if it cannot be read, and a
+    `kind` is jsonl, json, parquet or csv (`format_of`). A record is a dict, or in jsonl any value
+    of JSON. Raises a DataError if the file is damaged, an OSError if it cannot be read, and a
     ModuleNotFoundError if it needs the package `datasets`, which is missing.
     """
     number = 0

@@ -40,10 +40,16 @@ def is_stream(dataset: Any) -> bool:
 
 
 class StreamDataset(WrappedDataset):
-    """Training stream, as the checks of a run and a DataLoader see it.
+    """Training stream in the form of a dataset with indices, which a DataLoader can read.
 
-    `start` chooses the part and the position. From then on `__getitems__` returns the next samples
-    of the part, whatever the indices. When the part ends, the next pass over it begins.
+    `start` chooses this rank's part of the stream and the position in it. From then on
+    `__getitems__` returns the next samples of the part, whatever the indices. When the part ends,
+    the next pass over it begins. `dataset[i]` is always the first sample of the stream. The length
+    is that of the stream, or UNKNOWN_LENGTH.
+
+    Args:
+        dataset: The stream, as the top of this file describes it.
+        name: Config key of the dataset, for error messages.
 
     Raises:
         DataError: If the stream is a generator or another iterator of Python itself, which can be
@@ -83,15 +89,19 @@ class StreamDataset(WrappedDataset):
         return list(islice(self._samples, len(indices)))
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return a line that says how the stream resumes."""
+        """Return a line that says how the stream resumes. `n_samples` is not used."""
         resumes = "continues" if self._has_state() else "is read again up to its position"
         return f"a stream, which one process per rank reads ahead · on a resume it {resumes}"
 
     def start(self, seed: int, rank: int, world_size: int, position: dict[str, Any] | None) -> None:
-        """Choose the part of a rank that `__getitems__` reads, from a `position` or its beginning.
+        """Choose the part of a rank, and the position from which `__getitems__` reads it.
 
-        Call it once, in the process that reads. `seed` seeds the random generators of this process.
-        `rank` is one of the `world_size` ranks that divide the stream.
+        Call it once, in the process that reads.
+
+        Args:
+            seed: Seed for the random generators of this process, which each sample seeds again.
+            rank: One of the `world_size` ranks that divide the stream.
+            position: Result of `position()` in an earlier process. None for the beginning.
         """
         # The threads of `tokenizers` do not survive the fork of a worker.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -149,7 +159,7 @@ class StreamDataset(WrappedDataset):
 
 
 class StreamReader(BatchReader):
-    """Reader of a stream's batches, each with the position after it.
+    """Dataset for a DataLoader that returns the batches of a StreamDataset with their positions.
 
     A worker process reads ahead, and the training needs the position of the batches that it used.
     """
@@ -160,9 +170,13 @@ class StreamReader(BatchReader):
 
 
 class StreamPositions:
-    """Remembers where the part of this rank was after each of the last steps.
+    """Remembers the position in this rank's part of a stream after each of the last three steps.
 
-    `start` is the position at which this process begins to read, or None for the beginning.
+    Args:
+        accumulate: Micro-batches per optimizer step.
+
+    Attributes:
+        start: Position at which this process begins to read. None for the beginning.
     """
 
     def __init__(self, accumulate: int):
@@ -181,10 +195,10 @@ class StreamPositions:
             yield batch
 
     def after(self, n_batches: int) -> dict[str, Any] | None:
-        """Return the position `n_batches` micro-batches after `start`.
+        """Return the position `n_batches` micro-batches after `start`, which is that of 0.
 
         Raises:
-            KeyError: If it is not the end of one of the last three steps that were loaded.
+            KeyError: If `n_batches` is not the end of one of the last three steps that were loaded.
         """
         return dict(self._after_steps)[n_batches] if n_batches else self.start
 

@@ -54,9 +54,10 @@ class Tokenizer:
         end_token: Text of the token that may end a document, or None: the `eos_token` of the
             configuration, or else the first of the usual ones.
         end_id: Id of `end_token`, or None.
-        ends_documents: Whether documents are ended by `end_token` unless the user decides.
-        stop_ids: Ids of the tokens at which generation ends. Empty, unless the tokenizer comes from
-            the folder of a run that was trained with an end token.
+        ends_documents: Whether a corpus has `end_token` after each document, if the config leaves
+            it open: True if there is one, unless tokenizer_config.json has `ends_documents: false`.
+        stop_ids: Ids of the tokens at which generation ends. Empty, until `gptrain.load` reads them
+            from the generation_config.json of a run's folder.
         chat_template: Jinja template of a conversation, or None. See `gptrain.text.chat`.
 
     Raises:
@@ -129,9 +130,9 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return the token ids of a text, (N,) int64.
 
-        With `special`, the names of control tokens in the text become these tokens. A character
-        without a token becomes the unknown token. If there is none, a BPE leaves the character out,
-        and other tokenizers raise a plain Exception.
+        With `special`, the texts of control tokens become these tokens, else they are plain text. A
+        character without a token becomes the unknown token. If there is none, a BPE leaves the
+        character out, and other tokenizers raise a plain Exception.
         """
         return self.encode_special(text)[0] if special else self.encode_batch([text])[0]
 
@@ -151,7 +152,7 @@ class Tokenizer:
         return np.array(encoding.ids, dtype=np.int64), starts
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, (N,) int64 each. The texts are encoded in parallel."""
+        """Return the token ids of each text, (N,) int64 each, as `encode` does, in parallel."""
         if self._is_bytes:  # the package needs seconds for what NumPy does in milliseconds
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
         encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
@@ -193,7 +194,9 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
-    """Load `bytes`, a tokenizer.json, or that of a folder. `~` is the home folder.
+    """Load a tokenizer.json, that of a folder, or, if `spec` is "bytes", the tokenizer of bytes.
+
+    The latter ships with gptrain and has a token for each byte. `~` is the home folder.
 
     Raises:
         FileNotFoundError: If the file does not exist.
