@@ -54,12 +54,13 @@ class Writer:
     Args:
         net: Net with the contract of `gptrain.models`, on its device.
         tokenizer: Tokenizer of the net.
-        sampling, n_tokens, stop, seed: As in `generate`.
+        sampling: Temperature, top_k and top_p.
+        n_tokens, stop, seed: As in `generate`.
         is_chat: True if a prompt is the user's next message of a conversation, which the chat
             template renders. Prompt and answer are then added to the conversation.
 
     Raises:
-        DataError: If the chat template is to be used and `ChatFormat` refuses it.
+        DataError: If `is_chat`, and `ChatFormat` refuses the template.
     """
 
     def __init__(
@@ -96,7 +97,10 @@ class Writer:
         self.messages += [question, {"role": "assistant", "content": text}]
 
     def write(self, prompt: str) -> None:
-        """Print `answer` to a prompt, after the prompt itself unless this is a chat."""
+        """Print `answer` to a prompt, after the prompt itself unless this is a chat.
+
+        In a terminal, `terminal_text` of it. The errors are those of `answer`.
+        """
         for piece in chain([] if self.format else [prompt], self.answer(prompt)):
             print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         print(flush=True)
@@ -104,8 +108,8 @@ class Writer:
     def run_interactively(self) -> None:
         """Print the answer to each line of stdin until its end or Ctrl-D.
 
-        Ctrl-C ends the current answer. The error of a prompt that cannot be continued is printed,
-        and the next line is read.
+        Ctrl-C ends the current answer. A DataError of `answer` is printed to stderr, and the next
+        line is read.
         """
         is_terminal = sys.stdin.isatty()
         while True:
