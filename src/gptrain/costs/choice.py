@@ -31,8 +31,9 @@ STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
 def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, float]:
     """Return how many values an optimizer stores per weight of a block's matrices, and per other.
 
-    A class outside of torch states the number in `states_per_parameter`. Any other class, and one
-    that cannot be imported, counts as Adam: 2.
+    `target` is the path of its class and `options` its arguments. The classes of torch.optim and
+    Muon are known. Any other class may have an attribute `states_per_parameter`. Without it, or if
+    the class cannot be imported, it counts as Adam: 2 and 2.
     """
     n_states: float = 2
     if target == "gptrain.optim.Muon":  # with AdamW for all other parameters
@@ -119,11 +120,10 @@ def compare(
     """Estimate the run under each strategy, and choose the best strategy.
 
     The best strategy is the first in the table of strategies among those that allow the precision
-    and the `compile` mode of the run, fit into the memory, and are about as fast as the fastest. If
-    nothing fits as the run is configured, the changes of `LEVELS`, which save memory, are tried in
-    turn. Context parallelism is considered, and then comes first, only if strategies that divide
-    nothing but the batch do not fit even with one sequence per rank and full activation
-    checkpointing.
+    and the `compile` mode of the run, fit into the memory, and reach 98 % of the highest speed. If
+    nothing fits as the run is configured, selective and full activation checkpointing and then also
+    `data.batch_size=1` are tried in turn. Context parallelism is considered, and then comes first,
+    only if strategies that divide nothing but the batch do not fit even with the last of these.
 
     Args:
         run: Configuration of the run.

@@ -16,9 +16,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the hea
 
 
 def speed(link: str) -> int:
-    """Return a number that orders the words of nvidia-smi by the speed of their links.
+    """Return a number that is higher for a faster link, of which `link` is the word of nvidia-smi.
 
-    The number is the number of NVLinks, or negative for PCIe, and lowest for an unknown word.
+    It is the number of NVLinks for a word such as "NV4", negative for PCIe, such as "PHB", and
+    lowest for an unknown word.
     """
     if link.startswith("NV") and link[2:].isdigit():
         return int(link[2:])
@@ -26,7 +27,10 @@ def speed(link: str) -> int:
 
 
 def find_islands(links: Links) -> list[list[int]]:
-    """Return groups for tensor parallelism: GPUs with NVLinks to all of their group, or one GPU."""
+    """Divide the GPUs of a node, by index, into groups for tensor parallelism.
+
+    Each GPU of a group has NVLinks to all others of the group. A GPU without NVLinks is alone.
+    """
     islands: list[list[int]] = []
     for gpu in sorted({gpu for gpu, _ in links}):
         linked = [group for group in islands if all(speed(links[gpu, peer]) > 0 for peer in group)]
@@ -58,9 +62,10 @@ def slowest_ring_link(links: Links) -> str | None:
 
 
 def parse_topology(text: str) -> Links:
-    """Return the links that `nvidia-smi topo -m` printed, without NICs and MIG slices.
+    """Return (GPU, other GPU) -> word of nvidia-smi, such as "NV4", of all pairs in both orders.
 
-    The first matrix in the text counts. The result is empty for a single GPU.
+    `text` is the output of `nvidia-smi topo -m`. NICs and MIG slices are left out, and the first
+    matrix in the text counts. The result is empty for a single GPU.
 
     Raises:
         ValueError: If the text has no complete matrix.
