@@ -143,14 +143,18 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as lines whose columns are padded to equal width."""
+    """Return rows of equally many texts as lines, with columns of equal width, two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def format_cell(value: Any) -> str:
-    """Return the text of a value: thousands grouped, else five digits; texts are cut at CELL."""
+    """Return the text of a value for a table. Texts are cut at CELL characters, None gives "".
+
+    Integers, and numbers from 1000 on, have grouped thousands and no decimals. Other numbers have
+    five significant digits. A number must not be NaN.
+    """
     if type(value) not in (int, float):
         return printable("" if value is None else value)[:CELL]
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.5g}"
