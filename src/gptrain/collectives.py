@@ -34,7 +34,7 @@ N_TIMED = 5  # timed calls, after one that is not
 
 
 class CollectivesRun(RunConfig):
-    """Configuration of the command: the keys of a run and `max_bytes`."""
+    """Keys of the command: those of a run, and `max_bytes`, the size of the compared buffer."""
 
     runs_here = False
     max_bytes: Annotated[int, between(2**16)]
@@ -164,7 +164,7 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
 
 
 def reduce_by_center(buffer: Tensor) -> None:
-    """Sum a buffer over n ranks in place, through rank 0, which sends and receives n - 1."""
+    """Sum a buffer over n ranks in place. Rank 0 receives n - 1 buffers and sends n - 1."""
     if dist.get_rank() > 0:
         dist.send(buffer, 0)
         dist.recv(buffer, 0)

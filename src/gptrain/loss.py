@@ -60,8 +60,7 @@ def next_token_loss(
         targets: Target token ids, (...), int64. Positions with target -100 do not count.
         reduction: "mean" over the positions that count, or "sum". The mean over no position is 0,
             not NaN.
-        label_smoothing: Fraction of the target probability that is spread over the vocabulary.
-        z_loss: Factor of the added term logsumexp(logits)^2 of each position.
+        label_smoothing, z_loss: As in `LossOptions`.
 
     Raises:
         KeyError: If `reduction` has another value.
@@ -77,8 +76,7 @@ def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss
     Args:
         logits: Logits, (N, V).
         targets: Target token ids, (N,).
-        label_smoothing: Fraction of the target probability that is spread over the vocabulary.
-        z_loss: Factor of the added term logsumexp(logits)^2 of each position.
+        label_smoothing, z_loss: As in `LossOptions`.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(
@@ -118,8 +116,7 @@ def cross_entropy_in_place(
         targets: Target token ids, (C,).
         n_columns: Number of columns of this rank that are tokens.
         wants_gradient: True if the gradient is needed.
-        label_smoothing: Fraction of the target probability that is spread over the vocabulary.
-        z_loss: Factor of the added term logsumexp(logits)^2 of each position.
+        label_smoothing, z_loss: As in `LossOptions`.
         start: Token id of this rank's first column.
         vocab_size: Number of tokens of all ranks. Defaults to `n_columns`.
         all_reduce: Function that reduces a tensor over the ranks in place, with "max" or "sum" as
@@ -202,8 +199,7 @@ def chunked_next_token_loss(
             the head (V, D) less often, which is the main cost on a GPU. A smaller chunk saves
             memory. None chooses by device type.
         reduction: "mean" over the positions that count, or "sum", as in `next_token_loss`.
-        label_smoothing: Fraction of the target probability that is spread over the vocabulary.
-        z_loss: Factor of the added term logsumexp(logits)^2 of each position.
+        label_smoothing, z_loss: As in `LossOptions`.
         cross_entropy: Function that computes losses and gradient of a chunk. Tensor parallelism
             passes a function for logits that are split over the ranks.
 

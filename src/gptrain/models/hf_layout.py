@@ -62,7 +62,8 @@ _FIXED_LLAMA = {
 def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the GPT2LMHeadModel that computes the same as a SimpleGPT.
 
-    They share memory with the net, except for the joined q, k and v. The tied head is left out.
+    The tensors share memory with the net, but the joined q, k and v are copies. The tied head is
+    left out.
     """
     config = _gpt2_config(net) | {"n_positions": net.max_seq_len, **_NO_IDS}
     config["architectures"] = ["GPT2LMHeadModel"]
@@ -89,7 +90,7 @@ def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tenso
 def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the transformers model that computes the same as a Llama.
 
-    They share memory with the net. A tied head is left out.
+    The tensors share memory with the net. A tied head is left out.
     """
     config: dict[str, Any] = _llama_config(net)
     config |= {"max_position_embeddings": net.max_seq_len, **_NO_IDS}

@@ -39,7 +39,8 @@ class SimpleGPT(Decoder):
             which GPT-2 was trained).
 
     Raises:
-        ValueError, KeyError: If `n_heads` does not divide `d_model`, or for another activation.
+        ValueError: If `n_heads` does not divide `d_model`.
+        KeyError: If `activation` is neither of the two.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
