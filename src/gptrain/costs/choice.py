@@ -47,7 +47,7 @@ def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, fl
 
 
 def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: int) -> Step | None:
-    """Describe a step of a run under a strategy. None without formulas or a sample's length.
+    """Return the step of a run under a strategy. None if the net or `sample_tokens` is not known.
 
     Raises a ValueError if the run cannot be divided over the ranks.
     """

@@ -282,7 +282,7 @@ def gather_bytes(n_bytes: float, n_ranks: int) -> float:
 
 
 def find_traffic(step: Step) -> Iterator[Traffic]:
-    """Yield what a rank sends in a step, also kinds of 0 bytes, without the bytes of its votes."""
+    """Yield the traffic of a rank in a step, also kinds of 0 bytes, but not that of small votes."""
     net, dims = step.net, step.dims
     n_blocks, is_first, is_last = step.part
     n_ends = [is_first, is_last].count(True)

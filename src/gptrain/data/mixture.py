@@ -103,7 +103,7 @@ class Mixture(ConcatDataset):
         return MixtureOrder(self.lengths, self.weights, seed)
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return a line with the share, the content and the epochs in `n_samples` of each part."""
+        """Return a line with each part: share, content, and epochs in a run of `n_samples`."""
         counts = self.order(0).count_by_part(n_samples)
         words = []
         for (name, part), count in zip(self.parts.items(), counts, strict=True):

@@ -71,7 +71,7 @@ class TextDataset(TokenDataset):
     Attributes:
         tokenizer: Tokenizer of the tokens.
         token_bytes: Bytes of text per token, (V,). None if the tokenizer is not byte-level.
-        end_id: Token that ends each document, or None.
+        end_id: Id of the token that ends each document, or None.
         fingerprint: SHA-256 of the tokens and the document ends of both splits.
         ends: Positions in the token file, (documents + 1,): where the first document begins, then
             where each document ends. If a text file is divided between the splits, each of its

@@ -155,7 +155,10 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def find_token_files(path: Paths, split: str = "") -> list[Path]:
-    """Return the files at `path` but .idx, of a folder .bin and .npy files of no other split."""
+    """Return the files at `path`, of a folder the .bin and .npy files that are of no other split.
+
+    Indices (.idx) of Megatron are left out. Errors are those of `find_files`.
+    """
     others = _OTHER_SPLITS.get(split, ())
 
     def is_of_split(name: str) -> bool:

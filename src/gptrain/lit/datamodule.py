@@ -109,7 +109,10 @@ class TextDataModule(pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position, in a fit only. A stream of another number of ranks: a ConfigError."""
+        """Set the position, if this is a fit.
+
+        Raises a ConfigError if a stream was divided over another number of data ranks.
+        """
         if cast(pl.Trainer, self.trainer).state.fn != "fit":
             return
         self._loaded_step = state_dict["step"]

@@ -216,7 +216,7 @@ class LanguageModel(pl.LightningModule):
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Build Lightning's `lr_scheduler` dict of the config group `scheduler`, or return None.
+        """Build Lightning's `lr_scheduler` dict of the config group `scheduler`; None without one.
 
         A subclass may call this method in its own configure_optimizers. The schedule follows the
         optimizer steps, unless its dict has another `interval`.

@@ -249,10 +249,7 @@ class Parallel:
         return total / divisor.to(total.dtype)
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Return the divisor of the sum of the losses of targets (B, T), as in `mean_loss`.
-
-        Call it once for each loss, because `StepMean` counts the targets.
-        """
+        """Return the divisor of `mean_loss`, a scalar, and count targets (B, T) in `step_mean`."""
         if self.step_mean is not None and torch.is_grad_enabled():
             return self.step_mean.count_and_get_divisor(targets)
         return count_targets(targets)
@@ -289,20 +286,14 @@ class Parallel:
         return not self.forward_only and supports_chunked_loss(net)
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Return the sum of the losses in nats of hidden states (B, T, D) and targets (B, T).
-
-        `net.head`, which may have a bias, makes the logits.
-        """
+        """Return the sum of the losses in nats of hidden states (B, T, D), by `net.head`."""
         arguments: dict[str, Any] = {"reduction": "sum", **asdict(options)}
         if net.head.bias is not None:
             return next_token_loss(net.head(hidden), targets, **arguments)
         return self.chunked_loss(hidden, net.head.weight, targets, **arguments)
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of a full net, computed by `hidden` and `head` as the loss.
-
-        `Comparison` compares them with those of `forward`. `targets` are not used.
-        """
+        """Return the logits (B, T, V) of a full net by `hidden` and `head`. Ignores `targets`."""
         return F.linear(net.hidden(tokens), net.head.weight)
 
     @torch.no_grad()
@@ -350,11 +341,7 @@ class Parallel:
             sum_gradients(self.partial_parameters, cast(Any, self.group_along(TENSOR)))
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients over `gradient_group`. Collective.
-
-        A gradient that only other ranks have counts as zeros, or is the IncompatibleModelError of
-        `finish_gradients`.
-        """
+        """Average gradients over `gradient_group`. Collective. Errors as in `finish_gradients`."""
         group = self.gradient_group
         if group is not None and group.size() > 1:
             is_used = {p: p.grad is not None for p in parameters if p.requires_grad}

@@ -59,7 +59,11 @@ def run_part(
     cache: None = None,
     layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """Run a method of the net on own positions, of full sequences or of those of a PartLayout."""
+    """Run a method of the net on this rank's part of the sequences. Collective.
+
+    Without a PartLayout, `tokens` (B, T) and the result (B, T, ...) are full sequences. With one,
+    both are this rank's part, (B, t) and (B, t, ...). A cache is a ValueError.
+    """
     if cache is not None:
         raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
     if isinstance(layout, PartLayout):

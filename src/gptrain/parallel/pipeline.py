@@ -138,10 +138,7 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
-        """Multiply gradients in place by a factor, and add them to `grad` of their parameters.
-
-        Raises the error of `check_gradients`.
-        """
+        """Run `check_gradients`, scale gradients in place by `factor`, and add them to `grad`."""
         self.check_gradients()
         if gradients:  # a stage may have no trained parameter
             torch._foreach_mul_(list(gradients.values()), factor)

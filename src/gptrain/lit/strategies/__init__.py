@@ -49,7 +49,7 @@ def build_strategy(
 
     Raises:
         IncompatibleModelError: If the strategy would train another function than the plain net
-            computes.
+            computes, or if a block that recomputes has running averages.
     """
     with torch.random.fork_rng(devices=[]):
         full_net = build_on_meta_device(make_net)
