@@ -119,7 +119,7 @@ def compare(
 ) -> dict[str, Any]:
     """Estimate the run under each strategy, and choose the best strategy.
 
-    The best strategy is the first in the table of strategies among those that allow the precision
+    The best strategy is the first in the table STRATEGIES among those that allow the precision
     and the `compile` mode of the run, fit into the memory, and reach 98 % of the highest speed. If
     nothing fits as the run is configured, selective and full activation checkpointing and then also
     `data.batch_size=1` are tried in turn. Context parallelism is considered, and then comes first,

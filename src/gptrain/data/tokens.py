@@ -41,7 +41,7 @@ _SAMPLED_TOKENS = 2**18  # of the fingerprint
 
 
 class TokenFile(NamedTuple):
-    """Path of a token file, NumPy's name of the type, number of tokens and place of the first."""
+    """Path of a token file, NumPy's name of the type, number of tokens, bytes before the first."""
 
     path: Path
     dtype: str

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ExportRun(RunConfig):
-    """Keys of the command `gptrain.export`: those of a run, and those of the command."""
+    """Keys of the command `gptrain.export`: those of a run, and those that its usage lists."""
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     format: Literal["safetensors", "hf", "peft"]

@@ -143,7 +143,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._evaluation_loader(self.val if self.test is None else self.test, "data.test")
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """Return the dataset indices of a step, of a rank or (None) of all; [] for a stream."""
+        """Return the dataset indices of a step, on one rank or on all (None); [] for a stream."""
         if self.stream is not None:
             return []
         samples = self.batches.step_samples(step)  # (accumulate, data ranks, batch)

@@ -256,7 +256,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def native_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 if the device computes in it at full speed (AVX512-BF16, Ampere), else fp32."""
+    """Return fp32 for a CPU without AVX512-BF16 and an NVIDIA GPU before Ampere, else bf16."""
     has_bf16 = True
     if device.type == "cpu":
         has_bf16 = torch.cpu._is_avx512_bf16_supported()

@@ -177,8 +177,8 @@ class Parallel:
     def compile_loss(self) -> None:
         """Compile the cross entropy of the chunked loss, on a CUDA device.
 
-        There it takes a quarter of a step of GPT-2. Does nothing on other devices, where it would
-        be slower, and if tensor ranks divide the vocabulary.
+        The cross entropy takes a quarter of a step of GPT-2. Does nothing on other devices, where
+        compiling slows it down, and if tensor ranks divide the vocabulary.
         """
         if self.device.type == "cuda" and TENSOR not in self.axes:
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)

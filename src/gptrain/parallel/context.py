@@ -79,7 +79,7 @@ def run_part(
 def part_layout(
     tokens: Tensor, group: dist.ProcessGroup, layout: SequenceLayout | None = None
 ) -> PartLayout:
-    """Return the layout of own positions. Copies of the last token pad the sequences."""
+    """Return the layout of this rank's positions. Copies of the last token pad the sequences."""
     n_tokens = tokens.shape[1]
     part_length = -(-n_tokens // group.size())
     place = torch.arange(part_length, device=tokens.device) + group.rank() * part_length  # (t,)
@@ -124,5 +124,5 @@ class AllToAllHeads:
 
 
 def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send row r of (n, ...) to rank r, and return the rows of all ranks in their order."""
+    """Send row r of (n, ...) to rank r, and return the n rows that the ranks have sent to this."""
     return wait_tensor(all_to_all_single_autograd(rows.contiguous(), None, None, group))

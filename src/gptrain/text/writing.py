@@ -99,7 +99,7 @@ class Writer:
     def write(self, prompt: str) -> None:
         """Print `answer` to a prompt, after the prompt itself unless this is a chat.
 
-        In a terminal, `terminal_text` of it. The errors are those of `answer`.
+        In a terminal `terminal_text` of them is printed. The errors are those of `answer`.
         """
         for piece in chain([] if self.format else [prompt], self.answer(prompt)):
             print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)

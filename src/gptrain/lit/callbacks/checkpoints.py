@@ -173,12 +173,13 @@ class Checkpoints(Checkpoint):
         """Save the current step, unless it is saved already. All ranks must call this method.
 
         With `checkpoint.background` a large save is written in the background, except at the end of
-        the run, and becomes a checkpoint some steps later, when all ranks have written it. Before,
-        `StepGuard.read` raises its errors on all ranks: a step that ends the run is not saved.
+        the run, and becomes a checkpoint some steps later, when all ranks have written it.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files of this save or of
                 the one before. The earlier checkpoints are intact.
+            RefusedStepError, DataError: Those of `StepGuard.read`, if the last step ends the run.
+                Nothing is saved then.
         """
         step, strategy = trainer.global_step, strategy_of(trainer)
         n_parameters = sum(p.numel() for p in strategy.full_net.parameters())

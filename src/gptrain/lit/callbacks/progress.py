@@ -73,13 +73,13 @@ class ProgressBar(TQDMProgressBar):
         return values
 
     def on_validation_batch_start(self, *args: Any, **options: Any) -> None:
-        """Update the bar of a validation, or print its size or how far it is."""
+        """Update the bar of a validation, or without a terminal print its size or progress."""
         super().on_validation_batch_start(*args, **options)
         label = "check" if self.trainer.sanity_checking else "validate"
         self._print_evaluation(label, args[3], self.total_val_batches_current_dataloader)
 
     def on_test_batch_start(self, *args: Any, **options: Any) -> None:
-        """Update the bar of a test, or print its size or how far it is."""
+        """Update the bar of a test, or without a terminal print its size or progress."""
         super().on_test_batch_start(*args, **options)
         self._print_evaluation("test", args[3], self.total_test_batches_current_dataloader)
 

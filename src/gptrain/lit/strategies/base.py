@@ -80,7 +80,7 @@ class GPTStrategy(SavingStrategy):
             dist.broadcast(buffer, group=self.parallel.data_group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a batch to the device, and note its targets if gptrain's loader has counted them."""
+        """Move a batch to the device. Sets `StepMean.counted` if the loader has counted targets."""
         batch = super().batch_to_device(batch, *args, **kwargs)
         trainer = self.module.trainer
         if trainer.training:
@@ -176,7 +176,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         super().__init__(parallel, **parallel.ddp_arguments)
 
     def setup_distributed(self) -> None:
-        """Pass the ranks to Lightning, which would also give all of them the same dropout masks."""
+        """Pass the ranks to Lightning, whose own method gives all ranks the same dropout masks."""
         self.set_world_ranks()
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -58,7 +58,7 @@ class SavingStrategy(Strategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict, for a checkpoint that of `parallel.state`."""
+        """Return the optimizer's state dict, or that of `parallel.state` if a folder is saved."""
         if not self._saves_folder:
             return super().optimizer_state(optimizer)
         parameters = self.saved_parameters()
@@ -67,7 +67,11 @@ class SavingStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the state that Lightning has collected. All ranks must call this method."""
+        """Write the state that Lightning has collected. All ranks must call this method.
+
+        It goes to `save_to_store`, or as a file of Lightning to `filepath`. For a partitioned net
+        that is a folder, like a checkpoint of gptrain.
+        """
         if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath)
             return
