@@ -22,7 +22,10 @@ MASKS = {
     r"events\.out\.tfevents[\w.-]+": "events.out.tfevents",
     rf"(?<=[\s(]){NUMBER}(?= ({UNITS}))": "#",
     rf"(?<=tokens/s ){NUMBER}": "#",
-    rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm) {NUMBER}": r"\1 #",
+    rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm|my_accuracy) {NUMBER}": (r"\1 #"),
+    # A table of runs: its times, and losses.
+    r"(?m)^(run|\S+lr_\S+)( +\S+) .* (ended|steps done:.*)$": r"\1\2 # \3",
+    r"(?m)^(through rank 0|around a ring|gloo) .*\d$": r"\1 #",
     r"left [\d:]+": "left #",
     r"goodput # \([^)]*\)": "goodput #",  # a phase of less than 0.05 s is left out
     r"'<root>/([\w/.]+)'": r"<root>/\1",  # quoted where the path of the project has a space

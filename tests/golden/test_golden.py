@@ -10,10 +10,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+import gptrain
 from tests.golden import as_lines, check, masked
-from tests.refused.commands import answer
+from tests.refused.commands import Answer, answer
 from tests.run import ROOT, Run, new_place, train
 
 SMALL = (
@@ -25,11 +27,16 @@ SMALL = (
 
 @cache
 def folder() -> Path:
-    """Return a folder with two texts, in which all commands of this file run."""
+    """Return a folder with texts and conversations, in which the commands of this file run."""
     place = new_place().resolve()
     for name, word in (("text", "quick"), ("other", "slow")):
         lines = (f"line {n} of the {word} text\n" for n in range(1000))
         (place / f"{name}.txt").write_text("".join(lines))
+    talks = ([("user", f"question {n}"), ("assistant", f"answer {n}")] for n in range(40))
+    with open(place / "chats.jsonl", "w") as file:
+        for talk in talks:
+            messages = [{"role": role, "content": content} for role, content in talk]
+            file.write(json.dumps({"messages": messages}) + "\n")
     return place
 
 
@@ -110,11 +117,17 @@ PLANS = (
 )
 
 
+def answer_here(line: str) -> Answer:
+    """Run a command in the folder. HYBRID_MESH and CONF stand for two paths."""
+    for name, path in (("HYBRID_MESH", HYBRID_MESH), ("CONF", ROOT / "conf")):
+        line = line.replace(name, f"""\"'{path}'\"""")  # quoted for Hydra, and for the shell
+    return answer(line, folder())
+
+
 def test_plans():
     plans = {}
     for words in PLANS:
-        line = f"plan {words} --json".replace("HYBRID_MESH", f"""\"'{HYBRID_MESH}'\"""")
-        ended = answer(line, folder())
+        ended = answer_here(f"plan {words} --json")
         assert ended.code == 0, ended.err
         plans[words] = json.loads(
             "\n".join(ended.out), parse_float=lambda x: float(f"{float(x):.4g}")
@@ -161,6 +174,14 @@ def test_each_choice_composes_to_the_same_config():
 
 
 STOPS = "{_target_:tests.lit.own.callbacks.Stop,how:SIGTERM,at:on_train_batch_end,step:3}"
+TINY = (
+    "data=text data.path=text.txt data.seq_len=16 data.batch_size=4 trainer.accelerator=cpu "
+    "trainer.max_steps=2 trainer.limit_val_batches=2 logger=none"
+)
+LLAMA = (
+    "model=llama_nano model.d_model=16 model.n_heads=2 model.n_kv_heads=1 model.d_ff=24 "
+    "model.n_layers=1 model.max_seq_len=64"
+)
 COMMANDS = (
     f"{SMALL} run_dir=one logger=csv",
     "from_run=one ckpt_path=one trainer.max_steps=9 allow_changes=[scheduler] run_dir=two",
@@ -168,6 +189,21 @@ COMMANDS = (
     "from_run=one task=validate ckpt_path=best objective=val/my run_dir=four",
     "generate from_run=one prompt=line n_tokens=5 temperature=0",
     "export from_run=one run_dir=five",
+    f"{SMALL} logger=none checkpoint.mirror=copies run_dir=mirrored",
+    f"{SMALL} logger=none checkpoint.mirror=copies run_dir=restored ckpt_path=last",
+    f"{LLAMA} {TINY} run_dir=llama",
+    "export from_run=llama format=hf dtype=bf16 run_dir=hf",
+    f"{LLAMA} experiment=chat init_from=llama data.path=chats.jsonl data.seq_len=64 "
+    "trainer.max_steps=2 trainer.accelerator=cpu logger=none run_dir=chat",
+    "generate from_run=chat prompt=Hello n_tokens=3 temperature=0",
+    "model=my_lstm data=my_digits module=my_module callbacks=[ema,my_callback] trainer.max_steps=2 "
+    "trainer.accelerator=cpu logger=none run_dir=yours",
+    f"{TINY} model=gpt_nano -m optimizer.lr=1e-3,2e-3 run_dir=sweep",
+    f"{TINY} model=gpt_nano -m optimizer.lr=1e-3,3e-3 run_dir=sweep ckpt_path=last",
+    "runs sweep",
+    "plan hydra.searchpath=[CONF] hardware=t4 model=my_lstm trainer.devices=2",
+    "plan hardware=v100_sxm2 topology=HYBRID_MESH model=gpt2 trainer.devices=8 max_tokens=1e9",
+    "collectives trainer.devices=2 trainer.accelerator=cpu",
 )
 
 
@@ -176,7 +212,7 @@ def outputs() -> tuple[str, ...]:
     """Run the commands, and two runs of other kinds, and return what they have printed."""
     parts = []
     for words in COMMANDS:
-        ended = answer(words, folder())
+        ended = answer_here(words)
         assert ended.code == 0, ended.err
         parts += [f"$ {words}", *ended.out, *(f"stderr: {line}" for line in ended.err), ""]
     for name, words, ranks, code in (
@@ -192,6 +228,24 @@ def outputs() -> tuple[str, ...]:
 
 def test_what_is_printed():
     check("output.txt", masked("\n".join(outputs()), folder()))
+
+
+def test_what_python_returns():
+    outputs()
+    net, tokenizer = gptrain.load(folder() / "one", with_tokenizer=True)
+    scores = gptrain.score(net, tokenizer, ["line", "a longer text " * 40], context=200)
+    words = ["model=gpt_nano", "trainer.accelerator=cpu", "trainer.max_steps=3", "logger=none"]
+    with pytest.raises(gptrain.ConfigError) as refused:
+        gptrain.fit([*words, "model.dropout=2", "seed=x"])
+    with pytest.raises(gptrain.RunFailed) as failed:
+        gptrain.fit([*words, f"run_dir={folder()}/python", "optimizer.lr=1e30"])
+    seen = {
+        "net": repr(net),
+        "scores": [[round(score.nats, 2), len(score.log_probs), score.n_bytes] for score in scores],
+        "refused": refused.value.lines,
+        "failed": [failed.value.code, failed.value.folder.name, *failed.value.lines],
+    }
+    check("python.json", masked(as_lines(seen, depth=2), folder()))
 
 
 def test_a_log_is_what_is_printed():

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from tests.run import new_place, redirected, run_script
 
-COMMANDS = ("export", "generate", "plan", "runs")
+COMMANDS = ("collectives", "export", "generate", "plan", "runs")
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
 KEY = re.compile(r"error: ([^\s=:]+)[=:]")
 # A small run, whose options a row may replace.
