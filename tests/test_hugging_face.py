@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptrain.assemble.weights import find_weights, load_weights
+from gptrain.assemble.load import find_weights, load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
 from gptrain.models.hugging_face import config_keys

@@ -7,7 +7,7 @@ import shlex
 import pytest
 import torch
 
-from gptrain.assemble.weights import load_weights
+from gptrain.assemble.load import load_weights
 from gptrain.config import compose_command
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gptrain.assemble.weights import find_weights, load_weights
+from gptrain.assemble.load import find_weights, load_weights
 from gptrain.core.errors import DataError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT

@@ -51,7 +51,7 @@ def test_the_best_checkpoint_is_chosen_by_the_monitor_and_its_mode(compose, mode
     for saved, value in ((5, 1.0), (6, 3.0), (7, 2.0)):
         save(compose(), saved, metrics={"mine": value, "val/loss": value})
     cfg = compose("ckpt_path=best", "checkpoint.monitor=mine", f"checkpoint.mode={mode}")
-    assert find_checkpoint(cfg, LOCK, 1).name == f"step-{step:08d}"
+    assert find_checkpoint(cfg, LOCK).name == f"step-{step:08d}"
     # A path of a run means its newest checkpoint.
     cfg = compose(f"ckpt_path={cfg.run_dir}", f"checkpoint.mode={mode}")
-    assert find_checkpoint(cfg, LOCK, 1).name == "step-00000007"
+    assert find_checkpoint(cfg, LOCK).name == "step-00000007"

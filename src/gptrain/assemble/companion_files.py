@@ -4,14 +4,17 @@ They are copied from the source of a run into its folder, and from there into it
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from gptrain.checkpoints import files
-from gptrain.checkpoints.files import to_json
+from gptrain.core.locations import expand_home
+from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import read_facts
-from gptrain.data.tokenizers import COMPANIONS, copy_files
+from gptrain.data.tokenizers import COMPANIONS, Tokenizer, copy_files
 
 # Keys of config.json and generation_config.json with the ids of special tokens.
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -19,33 +22,31 @@ GENERATION = "generation_config.json"
 TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
-def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
-    """Copy files such as the chat template and the generation config into the run folder.
+def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
+    """Write the tokenizer's files to the run folder, so that it can be moved without its data.
 
-    A run folder without tokenizer.json first gets the tokenizer of the first source that has one.
-    The other files are copied from each source with the same tokenizer.json as the run, or without
-    one if it has none. If several sources have a file, that of the first source counts.
+    Without a tokenizer in the data, the folder gets that of `data.tokenizer` or `init_from`. Chat
+    template, generation config and the like are copied from each of these with the same
+    tokenizer.json as the run, or without one if it has none; the first that has a file counts. The
+    end token of the data comes before other end tokens: generation stops at each of them.
     """
+    run_dir = Path(cfg.run_dir)
+    if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
+        tokenizer.save(run_dir)
+    named = (cfg.data.extra.get("tokenizer"), cfg.init_from)
+    sources = [expand_home(source) for source in named if source]
     folders = [source if source.is_dir() else source.parent for source in sources]
     if not (run_dir / TOKENIZER[0]).is_file():
-        for folder in folders:
-            if copy_files(folder, run_dir, TOKENIZER):
-                break
+        any(copy_files(folder, run_dir, TOKENIZER) for folder in folders)  # the first with files
     own = _content(run_dir / TOKENIZER[0])
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:
             copy_files(folder, run_dir, (*COMPANIONS, GENERATION))
-
-
-def write_end_token(run_dir: Path, end_id: int) -> None:
-    """Write the end token of a run's data into its generation_config.json, before other end tokens.
-
-    Generation from this run stops at each of them. A missing or damaged file is replaced.
-    """
-    generation = read_facts(run_dir / GENERATION)
-    others = [token_id for token_id in read_ends(generation) if token_id != end_id]
-    ends = {"eos_token_id": [end_id, *others] if others else end_id}
-    files.replace(run_dir / GENERATION, to_json(generation | ends))
+    if (end_id := getattr(train, "end_id", None)) is not None:
+        generation = read_facts(run_dir / GENERATION)
+        others = [token_id for token_id in read_ends(generation) if token_id != end_id]
+        ends = {"eos_token_id": [end_id, *others] if others else end_id}
+        files.replace(run_dir / GENERATION, files.to_json(generation | ends))
 
 
 def read_ends(generation: Mapping[str, Any]) -> list[int]:

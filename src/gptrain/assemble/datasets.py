@@ -12,11 +12,9 @@ from torch.utils.data import Dataset, Subset
 
 from gptrain.assemble.load import build_target
 from gptrain.core.errors import BAD_DATA, ConfigError
-from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import DataModuleConfig, RunConfig
-from gptrain.data import BatchReader, Mixture, as_pairs
-from gptrain.data.order import limit_lengths
+from gptrain.data import BatchReader, as_pairs
 from gptrain.data.samples import has_documents, len_of
 from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
 from gptrain.lit.lightning import RankEnvironment
@@ -28,16 +26,14 @@ from gptrain.runtime.process import this_process
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
-PAIR = (
-    "a pair (tokens (T,), targets (T,)) of int64 (see gptrain.data), or a module that reads these"
-)
+PAIR = "a pair of int64 (tokens (T,), targets (T,)), see gptrain.data, or a module that reads these"
 
 
 def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """Build a user's LightningDataModule, and set it up, to know the number of its batches.
 
-    Lightning calls `prepare_data` and `setup` again when the run begins. A misuse of Lightning, a
-    missing file and a training without an end are a ConfigError.
+    Lightning calls `prepare_data` and `setup` again when the run begins. A misuse of Lightning and
+    a missing file are a ConfigError.
     """
     key = "data._target_"
     module: pl.LightningDataModule = build_target(section.plain(), key)
@@ -57,9 +53,7 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
         loader = getattr(module, LOADERS[cfg.task])()
     if isinstance(loader, list | tuple) and cfg.task != "fit":
         loader = loader[0]
-    data = UserData(module, loader, key, devices.world_size)
-    check_end(cfg, key, section.target, data)
-    return data
+    return UserData(module, loader, key, devices.world_size)
 
 
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
@@ -72,27 +66,17 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
         message = f"made a {type(dataset).__name__} without __len__ and __getitem__(index)"
         raise ConfigError.of(f"{key}._target_", section.target, message)
-    if find_stream(dataset):
-        check_end(cfg, f"{key}._target_", section.target, dataset)
-        if value := cfg.trainer.overfit_batches:
-            overfit, message = "trainer.overfit_batches", "a stream has no index, and is read once"
-            raise ConfigError.of(overfit, value, message, hint=f"{overfit}=0")
+    if find_stream(dataset) and (value := cfg.trainer.overfit_batches):
+        overfit, message = "trainer.overfit_batches", "a stream has no index, and is read once"
+        raise ConfigError.of(overfit, value, message, hint=f"{overfit}=0")
     module_type: Any = get_method(cfg.module.target)
     return as_pairs(dataset, key) if issubclass(module_type, LanguageModel) else dataset
 
 
-def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
-    """Raise a ConfigError for a training without an end on data of unknown length."""
-    trainer = cfg.trainer
-    has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
-    if cfg.task == "fit" and len_of(dataset) >= UNKNOWN_LENGTH and not has_end:
-        hint = "trainer.max_steps=1000, or max_tokens=1e9"
-        raise ConfigError.of(key, target, "a stream without a length", hint=hint)
-
-
 def build_datasets(cfg: RunConfig) -> Datasets:
-    """Build the training, validation and test set. The last is None if `data.test` is not given.
+    """Build the training, validation and test set.
 
+    The last is None if `data.test` is not given, or if this run does not read it.
     A LightningDataModule becomes one UserData, which is both the first and the second.
     """
     if isinstance(cfg.data, DataModuleConfig):
@@ -101,8 +85,6 @@ def build_datasets(cfg: RunConfig) -> Datasets:
     train, val, test = build_dataset(cfg, "train"), build_dataset(cfg, "val"), None
     if cfg.data.test is not None and reads_test_set(cfg):
         test = build_dataset(cfg, "test")
-    elif cfg.data.test is not None:  # the run does not read its samples
-        test = build_target(cfg.data.test.node(), "data.test")
     return train, val, test
 
 
@@ -111,13 +93,11 @@ def reads_test_set(cfg: RunConfig) -> bool:
     return cfg.task == "test" or bool(cfg.trainer.fast_dev_run)
 
 
-def check_samples(
-    cfg: RunConfig, module: type[pl.LightningModule], datasets: Datasets, world_size: int
-) -> None:
-    """Check the first sample of each dataset that this run reads, and the size of evaluated ones.
+def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: Datasets) -> None:
+    """Check that the training has an end, and the first sample of each dataset that is read.
 
-    Steps that a user wrote may read samples of any form, which are not checked, but then each of
-    the `world_size` data-parallel ranks needs a sample. Raises a ConfigError with exit code 65.
+    Steps that a user wrote may read samples of any form, which are not checked. Raises a
+    ConfigError, about the samples with exit code 65.
     """
     (train, val, test), pairs = datasets, read_as_pairs(module)
     read = {"train": train} if cfg.task == "fit" else {}
@@ -125,21 +105,19 @@ def check_samples(
         read["val"] = val
     if reads_test_set(cfg):
         read["test"] = val if test is None else test
+    trainer = cfg.trainer
+    has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
+    if "train" in read and len_of(train) >= UNKNOWN_LENGTH and not has_end:
+        hint = "trainer.max_steps=1000, or max_tokens=1e9"
+        raise ConfigError.of(
+            "trainer.max_steps", -1, "the data are a stream without a length", hint=hint
+        )
     for name, dataset in read.items():
-        limit, is_pair = getattr(cfg.trainer, f"limit_{name}_batches"), name in pairs
-        if limit == 0:
+        if getattr(cfg.trainer, f"limit_{name}_batches") == 0:
             continue
-        n_samples, n_needed = len_of(dataset), 1
-        if not is_pair and not isinstance(dataset, UserData):
-            # LanguageModel evaluates a batch without targets on a rank that has no sample. A step
-            # of a user cannot compute a loss from such a batch.
-            parts = dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]
-            n_samples = min(limit_lengths([*map(len_of, parts)], cfg.data.batch_size, limit))
-            n_needed = world_size
-        if name != "train" and n_samples < n_needed:
-            message = f"{count_text(n_samples, 'sample')} for {n_needed} ranks"
-            raise ConfigError.of(f"data.{name}", None, message, code=BAD_DATA)
-        if is_pair and len_of(dataset):
+        if name != "train" and not len_of(dataset):
+            raise ConfigError.of(f"data.{name}", None, "no samples", code=BAD_DATA)
+        if name in pairs and len_of(dataset):
             check_pair(f"data.{name}", dataset)
 
 
@@ -157,35 +135,21 @@ def check_pair(key: str, dataset: Dataset) -> None:
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
     tensors = [item for item in batch[:2] if isinstance(item, Tensor)] if is_pair else []
-    if len(tensors) == 2:
-        tokens, targets = tensors
-        is_integer = targets.dtype == torch.int64 and not tokens.dtype.is_floating_point
-        if is_integer and tokens.ndim == 2 and tokens.shape == targets.shape:
+    forms = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors]
+    if len(forms) == 2:
+        (dtype, shape), targets = forms
+        if len(shape) == 1 and targets == (torch.int64, shape) and not dtype.is_floating_point:
             return
-    of = [(item.dtype, tuple(item.shape[1:])) for item in tensors] or type(dataset[0]).__name__
-    raise ConfigError.of(key, None, f"sample 0 is {of}", hint=PAIR, code=BAD_DATA)
+    message = f"sample 0 is {forms or type(dataset[0]).__name__}"
+    raise ConfigError.of(key, None, message, hint=PAIR, code=BAD_DATA)
 
 
-def find_tokens(cfg: RunConfig, sample: Any) -> tuple[Tensor | None, bool]:
-    """Return the first integers (T,) of a sample, if any, and whether they come first, as in text.
-
-    Ids of text above the vocabulary are a ConfigError with exit code 65: a GPU would stop with an
-    assertion without a message.
-    """
-    leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim]
-    tensors = [*map(torch.as_tensor, arrays)]
-    sequences = [t for t in tensors if t.ndim == 1 and not t.dtype.is_floating_point and len(t)]
-    if not sequences:
-        return None, False
-    is_text = sequences[0] is tensors[0]
-    vocab_size = cfg.model.arguments.get("vocab_size")
-    highest = int(max(sequence.max() for sequence in sequences))
-    if is_text and isinstance(vocab_size, int) and highest >= vocab_size:
-        message = f"data.train has token {highest} in its first sample"
-        hint = f"model.vocab_size={highest + 1} or above"
-        raise ConfigError.of("model.vocab_size", vocab_size, message, hint=hint, code=BAD_DATA)
-    return sequences[0], is_text
+def find_tokens(sample: Any) -> Tensor | None:
+    """Return the tokens (T,) of a sample of text, or None if its first values are no integers."""
+    leaves = tree_leaves(sample)
+    arrays = (leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim)
+    first = torch.as_tensor(next(arrays, 0.0))
+    return first if first.ndim == 1 and not first.is_floating_point() and len(first) else None
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:

@@ -1,5 +1,6 @@
-"""Load a trained net, for a notebook: `gptrain.load("outputs/a")`; and build `_target_` nodes."""
+"""Load a trained net, for a notebook: `gptrain.load("outputs/a")`; build nets; load weights."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -8,21 +9,28 @@ import torch
 import yaml
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from torch import nn
+from torch import Tensor, nn
 
 from gptrain.assemble.companion_files import GENERATION, read_ends
 from gptrain.assemble.config_errors import as_config_errors
-from gptrain.assemble.weights import find_weights, load_weights
+from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, verify
 from gptrain.checkpoints.signature import read_signed_record
-from gptrain.checkpoints.tensors import load_file
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.tensors import SavedTensors, load_file
+from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
-from gptrain.core.small_files import read_facts, read_yaml
-from gptrain.data.tokenizers import Tokenizer, load_tokenizer
+from gptrain.core.small_files import UnreadableFileError, read_facts, read_json, read_yaml
+from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer
+from gptrain.parallel import state as states
+from gptrain.parallel.state import Stages
 from gptrain.runtime.devices import accelerator_of, set_threads
 
-CHOICES = ("best", "last")
+log = logging.getLogger(__name__)
+SAFETENSORS = "model.safetensors"
+INDEX = f"{SAFETENSORS}.index.json"  # transformers writes it for weights in several files
 _MAX_LEVELS = 4  # a run folder is at most so many levels above a checkpoint's file
 
 
@@ -55,11 +63,13 @@ def load(
         DamagedCheckpointError, DataError: If a file is damaged, or would execute code.
         OSError: If a file cannot be read.
         ModuleNotFoundError: If an optional package that a file needs is missing.
-        ConfigError: If the folder is not trusted, or the net cannot be built with its keys.
+        ConfigError: If the folder is not trusted.
         ValueError: If the weights belong to another net, or `which` is unknown.
+
+    If the class of the net does not take the keys of the config, its own error is raised.
     """
-    if which not in CHOICES:
-        raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
+    if which not in ("best", "last"):
+        raise ValueError(f"which={which!r}: not known; allowed: best, last")
     source = expand_home(source)
     content, run_dir = _read_config(source, trust)
     match content.get("checkpoint"):  # an export has none, and the file may be damaged
@@ -67,15 +77,8 @@ def load(
             weights = find_weights(source, which, monitor, mode)
         case _:
             weights = find_weights(source, which)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            section = ModelConfig.model_construct(**content["model"])
-            net = build_net(section)
-    except (TypeError, ValueError, RuntimeError) as error:  # the arguments do not fit the class
-        message = f"cannot be made: {str(error).splitlines()[0]}"
-        raise ConfigError.of(
-            "model", content["model"]["_target_"], message, code=BAD_DATA
-        ) from error
+    with torch.random.fork_rng(devices=[]):
+        net = build_net(ModelConfig.model_construct(**content["model"]))
     load_weights(net, weights)
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
 
@@ -100,9 +103,8 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     if device is None:
         raise ConfigError.of("trainer.accelerator", cfg.trainer.accelerator, "not on this machine")
     set_threads(1)
-    source = cast(str, cfg.from_run)
+    source, which = cast(str, cfg.from_run), cfg.ckpt_path or "best"
     with as_config_errors(cfg, "from_run", BAD_DATA):
-        which = cfg.ckpt_path or "best"
         net, tokenizer = cast(Any, load(source, which, trust=cfg.trust, with_tokenizer=True))
     return net, tokenizer, device
 
@@ -137,10 +139,9 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     Its `stop_ids` are the end tokens in the generation_config.json of the folder, if any. Raises a
     DataError if a file is damaged, or an OSError if it cannot be read.
     """
-    try:
-        tokenizer = load_tokenizer(folder)
-    except FileNotFoundError:
+    if not (folder / FILE_NAME).exists():
         return None
+    tokenizer = load_tokenizer(folder)
     file = folder / GENERATION
     tokenizer.stop_ids = read_ends({} if file.is_symlink() else read_facts(file))
     return tokenizer
@@ -164,3 +165,130 @@ def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
         message = f"{source}: not made by you on this machine; its config can run any code"
         raise ConfigError.of("", None, message, hint="trust=true")
     return content, run_dir
+
+
+# Weights
+
+
+def find_weights(
+    source: str | Path, which: str = "best", monitor: str = "val/loss", mode: str = "min"
+) -> Path:
+    """Return the folder of the verified checkpoint, or the file of weights, that `source` names.
+
+    Nothing is renamed or removed, because the run may still be running.
+
+    Args:
+        source: Run folder, checkpoint folder, folder of safetensors files, or a file.
+        which: For a run folder, "best" (the newest if no metric was measured) or "last".
+        monitor: Logged name of the metric.
+        mode: "min" if its lowest value is the best, "max" if the highest is.
+
+    Raises:
+        FileNotFoundError: If there are no weights.
+        DamagedCheckpointError: If the checkpoint is damaged.
+        OSError: If a folder cannot be read, or its network file system does not answer.
+    """
+    source = expand_home(source)
+    if (source / CHECKPOINTS_NAME).is_dir():
+        store = CheckpointStore(source / CHECKPOINTS_NAME)
+        best = store.best(monitor, mode) if which == "best" else None
+        if path := best or store.newest_intact():
+            return path
+    folder = source.parent if source.is_file() else source
+    if (folder / MANIFEST_NAME).exists():
+        verify(folder)
+        return folder
+    for file in (source, source / SAFETENSORS, source / INDEX):
+        if file.is_file():
+            return file
+    what = f"no checkpoint and no {SAFETENSORS} in this folder"
+    raise FileNotFoundError(f"{source}: {what if source.exists() else 'no such file or folder'}")
+
+
+def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
+    """Load weights from files into a net, which may be partitioned, in place.
+
+    All ranks must call this function if the net is partitioned over a pipeline.
+
+    Args:
+        net: Net, or the part of it that this rank holds.
+        path: Result of `find_weights`: a checkpoint's folder, a file that Lightning saved, the
+            weights of transformers in one file or the index of several, or a safetensors file with
+            the net's own names.
+        options: `strict`, `resizes` and `stages` of `load_net_state`. By default names and shapes
+            must be the same, and the net has no stages.
+
+    Returns:
+        Phrases about what was loaded in part or not at all.
+
+    Raises:
+        UnreadableFileError: If a file is damaged, or would execute code.
+        OSError: If a file cannot be read.
+        ValueError: If the weights do not fit. The message names the first differing tensors.
+    """
+    state = SavedTensors(path if path.is_dir() else read_weights(net, path))
+    return states.load_net_state(net, state, **options)
+
+
+def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> None:
+    """Load the weights that `init_from` names into the net, and log what was left out. Collective.
+
+    With a longer `model.max_seq_len` the learned positions are kept and the others stay as
+    initialized. Raises a ConfigError if the weights are missing, damaged or do not fit.
+    """
+    misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
+    with as_config_errors(cfg, "init_from", BAD_DATA, misfit):
+        path = find_weights(source, "best", cfg.checkpoint.monitor, cfg.checkpoint.mode)
+        notes = load_weights(net, path, strict=cfg.init_strict, resizes=True, stages=stages)
+    log.info(labels.line("start", f"from the weights of {path}"))
+    for note in notes:
+        log.warning("warning: init_from: %s", note)
+
+
+def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file, or of the files of an index, by the net's names.
+
+    The method `from_hugging_face` of the net converts weights of transformers. Raises the errors of
+    `load_weights`.
+    """
+    if path.suffix != ".safetensors" and path.name != INDEX:
+        return net_tensors(net, path)
+    tensors = SavedTensors(path.parent if path.name == INDEX else path).full()
+    config = path.parent / "config.json"
+    if path.name not in (SAFETENSORS, INDEX) or not config.exists():
+        return tensors
+    if (read := getattr(net, "from_hugging_face", None)) is None:
+        raise ValueError(
+            f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
+            f"`from_hugging_face` that reads it (see gptrain.models)"
+        )
+    content = read_json(config)
+    if not isinstance(content, dict):
+        raise UnreadableFileError(config, "not a mapping")
+    return read(content, tensors)
+
+
+def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Read the net's tensors from a file of Lightning or of torch.save.
+
+    A common prefix of the names, such as the name of the net in a LightningModule, is removed.
+    Tensors outside the net are left out.
+    """
+    content = load_file(path)
+    state = content
+    if isinstance(content, dict):  # nanoGPT's files have the weights under `model`
+        state = content.get("state_dict", content.get("model", content))
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+    ):
+        raise DamagedCheckpointError(path, "holds no state dict")
+    # torch.compile has wrapped the net or its blocks.
+    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+    first = next(iter(net.state_dict()), "")
+    prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
+    fitting = {p for p in prefixes if all(p + name in state for name in net.state_dict())}
+    prefix = states.NET if states.NET in fitting else min(prefixes, key=len, default="")
+    if len(fitting) > 1 and prefix not in ("", states.NET):
+        raise ValueError(f"holds several nets: {', '.join(sorted(fitting))}; keep one of them")
+    tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+    return {name: t for name, t in tensors.items() if not name.startswith(states.EXTRA_PREFIX)}

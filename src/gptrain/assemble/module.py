@@ -23,7 +23,7 @@ from gptrain.optim import decay_groups, scaled_lr
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.state import named_extra_parameters
 
-LOGGED = ("loss", "perplexity", "bits_per_byte")  # LanguageModel logs val/<name> itself
+LOGGED = {"loss", "perplexity", "bits_per_byte"}  # LanguageModel logs val/<name> itself
 # Keys of the scheduler group that gptrain reads. A schedule gets those that are in its signature.
 SCHEDULE_KEYS = {
     f"{phase}_{unit}" for phase in ("warmup", "decay", "total") for unit in ("steps", "tokens")
@@ -35,12 +35,12 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
     """Return the module's class, or raise an IncompatibleModelError for the strategy."""
     strategy = strategy_name(cfg.strategy.name, world_size)
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
-    has_pipeline = PIPELINE in STRATEGIES[strategy].axes
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
         message = f"not a gptrain.lit.LanguageModel, whose loss strategy={strategy} computes itself"
         message += f"; strategies that work: {', '.join(ANY_NET)}"
         raise IncompatibleModelError("module._target_", message)
-    if has_pipeline and getattr(module_type, "loss", None) is not LanguageModel.loss:
+    is_own = getattr(module_type, "loss", None) is not LanguageModel.loss
+    if is_own and PIPELINE in STRATEGIES[strategy].axes:
         message = f"overrides `loss`, which the stages of strategy={strategy} do not call"
         raise IncompatibleModelError("module._target_", message)
     return module_type
@@ -48,11 +48,10 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
 
 def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
     """Raise a ConfigError for a metric with the name of a value that LanguageModel logs."""
-    nodes = cfg.module.plain().get("metrics") or {}
-    for name in set(LOGGED) & nodes.keys() if issubclass(module_type, LanguageModel) else ():
-        key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
-        hint = f"module.metrics.my_{name}"
-        raise ConfigError.of(key, nodes[name]["_target_"], message, hint=hint)
+    names = LOGGED.intersection(cfg.module.plain().get("metrics") or {})
+    if names and issubclass(module_type, LanguageModel):
+        message = "the module itself logs a value of this name"
+        raise ConfigError.of(f"module.metrics.{min(names)}", None, message)
 
 
 def build_module(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from gptrain.assemble.config_errors import as_config_errors
-from gptrain.assemble.weights import find_weights
+from gptrain.assemble.load import find_weights
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
@@ -25,7 +26,7 @@ from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import parallel_dims
 from gptrain.core.value_types import Section
-from gptrain.runtime.process import count_nodes
+from gptrain.runtime.devices import find_devices
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +37,12 @@ DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
 IGNORED = (".cache_dir", ".val.seed")
 # Entries of a manifest that are no config keys, see check_data and keep_warmup.
 EXTRA_ENTRIES = ("data", "warmup_steps")
-# Keys of a mixture's datasets that repeat data.parts.
-REPEATED_PARTS = tuple(
-    f"data.{split}.{key}." for split in ("train", "val") for key in ("parts", "weights")
-)
 
 
 # Finding the checkpoint
 
 
-def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | None:
+def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
     """Return the folder of the checkpoint of `ckpt_path` or `from_run`, with every byte verified.
 
     Call it on rank 0 only, under the run lock, before it joins the others. Damaged checkpoints of
@@ -54,7 +51,6 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
     Args:
         cfg: Configuration of the run.
         lock: Lock of the run folder. Checkpoints of another run are not resumed from.
-        world_size: Number of ranks of the run, from which the global batch size follows.
 
     Returns:
         The folder. None for a run that starts at step 0, also with ckpt_path=last if nothing was
@@ -73,8 +69,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         if store.folder.is_dir():
             message = "holds a trained run"
             hint = f"{option('from_run', cfg.run_dir)} in another run_dir"
-            about = "run_dir", cfg.run_dir, message
-            raise ConfigError.of(*about, hint=hint, code=FOLDER_UNUSABLE)
+            raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
         checkpoint = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
     if checkpoint is None:
         return None
@@ -83,7 +78,8 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         message = "a file of weights, from which no run can be resumed exactly"
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
-    dims = parallel_dims(cfg.strategy, world_size, count_nodes(cfg.trainer.num_nodes))
+    devices = find_devices(cfg)
+    dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     saved, size = manifest["config"], cfg.batch_plan(dims.data).global_batch_size
     if problems := differences(cfg, saved, size):
         raise ConfigError(problems)
@@ -102,8 +98,7 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
     if requested is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
         message = f"holds a run that was saved at step {steps[-1]}; a new run would mix with it"
         hint = "ckpt_path=last to resume it, or another run_dir"
-        code = FOLDER_UNUSABLE
-        raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=code)
+        raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
         with as_config_errors(cfg, "checkpoint.mirror"):
             mirror = Mirror(url)
@@ -193,17 +188,13 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
     ]
 
 
-def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None) -> None:
-    """Raise a ConfigError unless the content of the training data is that of the saved run.
+def check_data(cfg: RunConfig, saved: Mapping[str, Any], fingerprint: str | None) -> None:
+    """Raise a ConfigError if the content of the training data has changed without permission.
 
-    Does nothing for a fresh run, an evaluation, and if `allow_changes` names `data`. A dataset that
-    knows no fingerprint has None.
+    A dataset that knows no fingerprint has None.
     """
-    if checkpoint is None or cfg.task != "fit" or covers(cfg.allow_changes, "data"):
-        return
-    saved = read_manifest(checkpoint)["config"].get("data")
-    if saved != fingerprint:
-        raise ConfigError([_changed("data", saved, fingerprint)])
+    if saved.get("data") != fingerprint and not covers(cfg.allow_changes, "data"):
+        raise ConfigError([_changed("data", saved.get("data"), fingerprint)])
 
 
 def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
@@ -250,10 +241,10 @@ def _changed(key: str, saved: object, now: object) -> ConfigIssue:
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
     """Return whether a key of a dataset only repeats another key, such as `data.seq_len`."""
-    if key.startswith(REPEATED_PARTS):
+    if re.match(r"data\.(train|val)\.(parts|weights)\.", key):  # of a mixture
         return any(other.startswith("data.parts.") for other in facts)
-    part, _, name = key.rpartition(".")
-    group, _, split = part.rpartition(".")
+    if not (part := re.fullmatch(r"(data|data\..+)\.(train|val|test)\.([^.]+)", key)):
+        return False
+    group, _, name = part.groups()
     sources = (f"{group}.{name}", f"model.{name}", name)
-    is_part = group.partition(".")[0] == "data" and split in ("train", "val", "test")
-    return is_part and any(facts.get(source) == value for source in sources)
+    return any(facts.get(source) == value for source in sources)

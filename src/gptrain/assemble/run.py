@@ -4,8 +4,8 @@ Each part has a file of its own in this package, see its README.
 """
 
 import logging
-import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import Dataset
+from torch import nn
 
-from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
+from gptrain.assemble.companion_files import write_tokenizer
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
     build_datasets,
@@ -25,22 +25,19 @@ from gptrain.assemble.datasets import (
     first_batches,
     read_as_pairs,
 )
-from gptrain.assemble.load import build_net
+from gptrain.assemble.load import build_net, start_from
 from gptrain.assemble.module import build_module, build_optimizer, check_metrics, module_class
 from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
 from gptrain.assemble.trainer import build_trainer
 from gptrain.assemble.training_run import TrainingRun
-from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan, plan_lengths
-from gptrain.core.locations import expand_home
 from gptrain.core.precision import full_name
-from gptrain.core.schema import DummyTextConfig, RunConfig
+from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
-from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.messages import quiet_lightning
 from gptrain.lit.strategies import build_strategy
@@ -78,9 +75,6 @@ def check(cfg: RunConfig) -> None:
     with as_config_errors(cfg, "data.global_batch_size"):
         batch = cfg.batch_plan(dims.data)
         check_batch(cfg.strategy, dims, batch)
-    if isinstance(cfg.data, DummyTextConfig) and not batch.steps_per_epoch(cfg.data.num_samples):
-        message = f"one step needs {batch.global_batch_size} sequences"
-        raise ConfigError.of("data.num_samples", cfg.data.num_samples, message)
     with as_config_errors(cfg, "model._target_"):
         module_type = module_class(cfg, dims.world_size)
         check_metrics(cfg, module_type)
@@ -93,7 +87,7 @@ def check(cfg: RunConfig) -> None:
             net,
             cfg.strategy,
             dims,
-            compile=choose_compile(cfg, devices),
+            compile=choose_compile(cfg, devices, lambda: net),
             activation_checkpointing=cfg.model.activation_checkpointing,
             documents=cfg.data.masks_documents,
         )
@@ -104,21 +98,16 @@ def check(cfg: RunConfig) -> None:
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
+def choose_compile(cfg: RunConfig, devices: RunDevices, net: Callable[[], nn.Module]) -> str:
     """Return what torch.compile compiles: `model.compile`, or "none" if it would not help.
 
     A value that the user typed is always used. One from a yaml file, as in `trainer=gpu`, becomes
     "none" on a CPU, and "blocks" also for a net without `blocks`.
     """
     mode = cfg.model.compile
-    if mode == "none" or "model.compile" in typed_keys():
-        return mode
-    if devices.accelerator == "cpu":
-        return "none"
-    if mode == "model":
-        return mode
-    net = build_on_meta_device(partial(build_net, cfg.model))
-    return mode if hasattr(net, "blocks") else "none"
+    is_typed = "model.compile" in typed_keys()
+    helps = devices.accelerator != "cpu" and (mode != "blocks" or hasattr(net(), "blocks"))
+    return mode if is_typed or helps else "none"
 
 
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
@@ -148,7 +137,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
         start_rank(cfg, process, devices)
     if devices.n_nodes > 1:
-        check_shared(cfg.run_dir, process.rank)
+        check_shared(cfg.run_dir)
 
     # Rank 0 may tokenize a corpus for hours. There is nothing to save yet.
     guard.beat(phase="data", allow_s=PREPARING_S)
@@ -157,33 +146,34 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     guard.beat(phase="build", allow_s=STARTING_S)
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)
-    check_samples(cfg, module_type, (train, val, test), dims.data)
+    check_samples(cfg, module_type, (train, val, test))
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, cfg.batch_plan(dims.data))
     sample, sized = train[0], cfg
-    tokens, is_text = find_tokens(cfg, sample)
+    tokens = find_tokens(sample)
     if isinstance(train, UserData):  # the batch size is that of the user's loader
         sized = cfg.changed({"data.batch_size": train.batch_size})
-    sample_tokens = len(tokens) if tokens is not None and is_text else None
+    sample_tokens = None if tokens is None else len(tokens)
     lengths = plan_lengths(sized, len_of(train), sample_tokens, dims.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)
-    check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
         saved = read_manifest(checkpoint)["config"]
+        check_data(cfg, saved, getattr(train, "fingerprint", None))
         lengths = keep_warmup(cfg, lengths, saved)
         cfg = keep_precision(cfg, saved)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
     precision = full_name(cfg.trainer.precision)
     precision = native_precision(devices) if precision == "auto" else precision
-    compile = choose_compile(cfg, devices)
+    make_net = partial(build_net, cfg.model)
+    compile = choose_compile(cfg, devices, partial(build_on_meta_device, make_net))
     cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
 
     torch.manual_seed(cfg.seed)  # the initial weights are those of a single process
     with as_config_errors(cfg):
         net, strategy = build_strategy(
-            partial(build_net, cfg.model),
+            make_net,
             cfg.strategy,
             dims,
             devices.device(process.local_rank),
@@ -194,11 +184,9 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         )
         if "train" in read_as_pairs(module_type) and has_documents(sample):
             check_layout(net, len(sample[0]))
-    if checkpoint is None and cfg.init_from is not None:
-        start_from(cfg, str(cfg.init_from), net, strategy.parallel.stages)
-    torch.manual_seed(cfg.seed + 1)  # TrainingMonitor adds the rank once the parts are set up
-
-    with as_config_errors(cfg):
+        if checkpoint is None and cfg.init_from is not None:
+            start_from(cfg, str(cfg.init_from), net, strategy.parallel.stages)
+        torch.manual_seed(cfg.seed + 1)  # TrainingMonitor adds the rank once the parts are set up
         module = build_module(cfg, net, lengths, val)
         trainer = build_trainer(cfg, devices, strategy, lengths, guard, train)
     if isinstance(train, UserData):
@@ -206,7 +194,6 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         datamodule = train.module
         torch.manual_seed(cfg.seed)  # a random split in `setup` is the same on all ranks
     else:
-        vocab_size = cfg.model.arguments.get("vocab_size")
         datamodule = TextDataModule(
             train,
             val,
@@ -217,23 +204,12 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             world_size=dims.data,
             ranks_per_sample=dims.ranks_per_sample,
             equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
-            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
+            vocab_size=cfg.model.arguments.get("vocab_size"),
             num_workers=cfg.data.num_workers,
             pin_memory=devices.accelerator == "cuda",
             limits={"val": cfg.trainer.limit_val_batches, "test": cfg.trainer.limit_test_batches},
         )
     return TrainingRun(cfg, devices, lengths, train, module, datamodule, trainer, checkpoint)
-
-
-def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
-    """Write the tokenizer's files to the run folder, so that it can be moved without its data."""
-    run_dir = Path(cfg.run_dir)
-    if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
-        tokenizer.save(run_dir)
-    sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
-    copy_tokenizer_files([expand_home(source) for source in sources if source], run_dir)
-    if (end_id := getattr(train, "end_id", None)) is not None:
-        write_end_token(run_dir, end_id)
 
 
 def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
@@ -264,7 +240,7 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
         )
 
 
-def check_shared(run_dir: str, rank: int) -> None:
+def check_shared(run_dir: str) -> None:
     """Raise a ConfigError on all ranks if one does not see rank 0's file `run_id`. Collective.
 
     Waits up to ten seconds, because a network file system shows new files late.
@@ -273,8 +249,7 @@ def check_shared(run_dir: str, rank: int) -> None:
     deadline_s = time.monotonic() + SHARED_S
     while (is_missing := read_run_id(run_dir) != run_id) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    places = gather(f"rank {rank} on {socket.gethostname()}" if is_missing else None)
-    if without_folder := [place for place in places if place]:
-        message = f"{without_folder[0]} does not see the files of rank 0 in this folder"
+    if ranks := [rank for rank, missing in enumerate(gather(is_missing)) if missing]:
+        message = f"rank {ranks[0]} does not see the files of rank 0 in this folder"
         hint = "run_dir=<a folder that all nodes share>"
         raise ConfigError.of("run_dir", run_dir, message, hint=hint, code=FOLDER_UNUSABLE)

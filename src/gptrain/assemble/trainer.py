@@ -115,8 +115,8 @@ def build_callbacks(
     TrainingMonitor comes first: it checks the step before the others see it. Checkpoints comes
     last, because it saves the state of all others.
     """
-    nodes = {f"callbacks.{name}": node for name, node in cfg.callbacks.items() if node is not None}
-    own = [build_target(node.node(), key) for key, node in nodes.items()]
+    nodes = cfg.callbacks.items()
+    own = [build_target(node.node(), f"callbacks.{name}") for name, node in nodes if node]
     has_bar = any(isinstance(callback, LightningBar) for callback in own)
     if cfg.trainer.enable_progress_bar and not has_bar:
         own.insert(0, ProgressBar())  # the end of the bar comes before what other callbacks print

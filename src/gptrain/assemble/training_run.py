@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import Dataset
 
@@ -148,9 +148,9 @@ class TrainingRun:
 
     def _end(self, start_s: float, provenance: dict[str, Any]) -> dict[str, float]:
         """Print the result and write result.json on rank 0; return the metrics. Collective."""
-        trainer, step = self.trainer, self.trainer.global_step
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        metrics.pop(STEP, None)  # the x axis of the loggers
+        cfg, trainer, step = self.cfg, self.trainer, self.trainer.global_step
+        # STEP is the x axis of the loggers.
+        metrics = {n: float(value) for n, value in trainer.callback_metrics.items() if n != STEP}
         peak_bytes = max(gather(peak_memory_bytes(strategy_of(trainer).root_device)))
         if not trainer.is_global_zero:
             return metrics
@@ -160,11 +160,11 @@ class TrainingRun:
         if (checkpoints := monitor.checkpoints) is not None:
             best = next(iter(checkpoints.ranking()), None) or checkpoints.store.newest()
         first_step = monitor.first_step  # None if this was no fit, or if no step was left
-        ended = self._why_ended(first_step)
-        path = Path(self.cfg.run_dir) / RESULT_NAME
+        reason, detail = self._why_ended(first_step)
+        path = Path(cfg.run_dir) / RESULT_NAME
         goodput = monitor.timeline.end(step)
-        has_worked = first_step is not None or self.cfg.task != "fit" or not path.exists()
-        if has_worked and not self.cfg.trainer.fast_dev_run:
+        has_worked = first_step is not None or cfg.task != "fit" or not path.exists()
+        if has_worked and not cfg.trainer.fast_dev_run:
             write_result(
                 path,
                 metrics,
@@ -172,7 +172,7 @@ class TrainingRun:
                 tokens=data_of(trainer).tokens,
                 seconds=seconds,
                 checkpoint=best,
-                ended=ended,
+                ended={"reason": reason, "detail": detail},
                 peak_memory_bytes=peak_bytes,
                 **goodput,
                 **provenance,
@@ -182,8 +182,7 @@ class TrainingRun:
             resumed = f", from step {first_step} to {step}" if first_step else ""
             n_steps = labels.count_text(step - first_step, "step")
             parts.append(f"{n_steps} in {seconds:.0f} s{resumed}")
-        chosen = self.cfg.objective, self.cfg.checkpoint.monitor
-        shown = ("train/loss", "val/", "test/", "eval/", *chosen)
+        shown = ("train/loss", "val/", "test/", "eval/", cfg.objective, cfg.checkpoint.monitor)
         parts += [f"{name} {metrics[name]:.4f}" for name in metrics if name.startswith(shown)]
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {self.lengths.unit}/s")
@@ -193,7 +192,7 @@ class TrainingRun:
         parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{per_rank}")
         if goodput:
             parts.append(timeline.describe(goodput))
-        parts.append(", ".join(ended.values()))
+        parts.append(f"{reason}, {detail}")
         log.info(labels.line("result", " · ".join(parts)))
         log.info(labels.line("next", self._next_command(has_checkpoint=best is not None)))
         return metrics
@@ -208,33 +207,26 @@ class TrainingRun:
             return f"{shell.train_command(run, f'task={task}')}; {tensorboard}"
         return tensorboard
 
-    def _why_ended(self, first_step: int | None) -> dict[str, str]:
-        """Return `reason` and `detail` of the end of a run without an error."""
-        trainer, lengths = self.trainer, self.lengths
-        step = trainer.global_step
-        timers = [part for part in callbacks_of(trainer) if isinstance(part, Timer)]
-        early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
-        reason, detail = "stopped", f"at step {step}"
-        if first_step is None and self.cfg.task != "fit":
-            reason = f"{self.cfg.task} done"
-            detail = f"of {trainer.ckpt_path or 'the initial weights'}"
-        elif first_step is None:
-            reason = "nothing left to train"
-            limits = "trainer.max_steps or trainer.max_epochs"
-            detail = f"step {step} is the last step of the run; to train further, raise {limits}"
-        elif step == lengths.n_steps:
-            unit = lengths.limit.partition("=")[0].rpartition("_")[2]  # trainer.max_steps=6: steps
-            reason, detail = f"{unit} done", lengths.limit
-        elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
-            reason = "max_time"
-        elif early:
-            metric = early[0].monitor
-            why = early[0].stopping_reason.name.lower().replace("_", " ")
-            reason = "early stop"
-            detail = f"{metric}={trainer.callback_metrics[metric]:.4g} {why}, {detail}"
-        else:
-            detail = f"by a callback or the module (trainer.should_stop), {detail}"
-        return {"reason": reason, "detail": detail}
+    def _why_ended(self, first_step: int | None) -> tuple[str, str]:
+        """Return the reason and the detail of the end of a run without an error."""
+        trainer, step = self.trainer, self.trainer.global_step
+        if self.cfg.task != "fit":
+            return f"{self.cfg.task} done", f"of {trainer.ckpt_path or 'the initial weights'}"
+        if first_step is None:
+            detail = f"step {step} is the last step of the run; to train further, raise "
+            return "nothing left to train", f"{detail}trainer.max_steps or trainer.max_epochs"
+        if step == self.lengths.n_steps:
+            # trainer.max_steps=6: steps
+            unit = self.lengths.limit.partition("=")[0].rpartition("_")[2]
+            return f"{unit} done", self.lengths.limit
+        for part in callbacks_of(trainer):
+            if isinstance(part, Timer) and (part.time_remaining() or 1.0) <= 0:
+                return "max_time", f"at step {step}"
+            if isinstance(part, EarlyStopping) and part.stopping_reason.value:
+                why = part.stopping_reason.name.lower().replace("_", " ")
+                value = trainer.callback_metrics[part.monitor]
+                return "early stop", f"{part.monitor}={value:.4g} {why}, at step {step}"
+        return "stopped", f"by a callback or the module (trainer.should_stop), at step {step}"
 
 
 def typed_options(cfg: RunConfig) -> dict[str, Any]:
@@ -253,13 +245,13 @@ def typed_options(cfg: RunConfig) -> dict[str, Any]:
 
 def describe_run(devices: RunDevices) -> dict[str, Any]:
     """Return the provenance of a run that is about to start, for result.json."""
-    is_hydra_command = HydraConfig.initialized()  # False in tests/tools/bench
     device = f"{devices.accelerator} ({platform.machine()})"
     if devices.accelerator == "cuda":
         device = torch.cuda.get_device_name()
     return {
         "command": shell.command("python", *sys.argv),
-        "overrides": list(HydraConfig.get().overrides.task) if is_hydra_command else [],
+        # tests/tools/bench is no command of Hydra.
+        "overrides": list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else [],
         "git": read_git(find_project() or LIBRARY),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
         "host": socket.gethostname(),

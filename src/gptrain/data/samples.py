@@ -100,10 +100,12 @@ class BatchReader(WrappedDataset):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return the samples of a batch as a tuple or a dict of stacked tensors.
 
-        `[-1 - i]` is sample i with all targets -100. Raises a DataError if the samples cannot be
-        stacked or do not pass a check.
+        `[-1 - i]` is sample i with all targets -100, for samples with `n_positions`. Raises a
+        DataError if the samples cannot be stacked or do not pass a check.
         """
         if indices[0] < 0:
+            if self.n_positions is None:  # a step of a user may read -100 as a value
+                raise DataError(f"{self.name}: fewer samples than ranks that read them")
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
             return tokens, torch.full_like(targets, IGNORED), *documents
         if self.seed is not None and get_worker_info() is not None:

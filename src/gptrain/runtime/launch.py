@@ -47,7 +47,7 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
             `watchdog.Guard`, to which `train` must send heartbeats. The ranks run the script that
             defines the function.
         cfg: Configuration of the run.
-        find_checkpoint: Function (cfg, lock, world_size) -> folder of the verified checkpoint to
+        find_checkpoint: Function (cfg, lock) -> folder of the verified checkpoint to
             resume from, or None. Rank 0, which holds `lock`, the RunLock of the run folder, calls
             the function before it joins the other ranks.
 

@@ -25,7 +25,6 @@ from gptrain.checkpoints.timeline import add_start
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import CHECKED, is_restart, this_process
 from gptrain.runtime.signals import StopFlag, kill_workers
 from gptrain.runtime.watchdog import Guard
@@ -95,7 +94,7 @@ def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> R
     start_log()
     if is_restart() and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         cfg = cfg.changed({"ckpt_path": "last"})
-    checkpoint = find_checkpoint(cfg, lock, find_devices(cfg).world_size)
+    checkpoint = find_checkpoint(cfg, lock)
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     if cfg.task == "fit" and not cfg.trainer.fast_dev_run:
         add_start(cfg.run_dir, read_manifest(checkpoint)["step"] if checkpoint else 0)
