@@ -102,5 +102,5 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
             with pytest.raises(ValueError, match=rf"{name} {shapes[name]} in the checkpoint"):
                 load_weights(other, file, resizes=True)
     net.register_buffer("mask", torch.ones(1, 9, 4))  # 6 positions became 9 in one dimension only
-    with pytest.raises(ValueError, match=r"net: mask \(1, 6, 6\) in the checkpoint, \(1, 9, 4\)"):
+    with pytest.raises(ValueError, match=r"mask \(1, 6, 6\) in the checkpoint, \(1, 9, 4\)"):
         load_weights(net, file, resizes=True)
