@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gptrain.checkpoints.status import RESULT_NAME, read_status
 from gptrain.core import locations
 from gptrain.core.errors import BAD_CONFIG, ConfigError, ConfigIssue
-from gptrain.core.small_files import read_facts, read_json
+from gptrain.core.small_files import read_facts, read_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +69,7 @@ class FinishedRun:
         Raises:
             OSError, UnreadableFileError: If the file is missing or damaged.
         """
-        return read_json(self.folder / RESULT_NAME)["metrics"]
+        return read_values(self.folder / RESULT_NAME)["metrics"]
 
     @property
     def net(self) -> nn.Module:

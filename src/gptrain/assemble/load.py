@@ -22,7 +22,7 @@ from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
-from gptrain.core.small_files import UnreadableFileError, read_facts, read_json, read_yaml
+from gptrain.core.small_files import UnreadableFileError, read_facts, read_values
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer
 from gptrain.parallel import state as states
 from gptrain.parallel.state import Stages
@@ -154,7 +154,7 @@ def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
     if config := next((file for file in files if file.is_file()), None):
         run_dir = config.parent.parent
         record = read_signed_record(run_dir)
-        content = yaml.safe_load(record[config.name]) if record else read_yaml(config)
+        content = yaml.safe_load(record[config.name]) if record else read_values(config)
     else:
         record, run_dir = None, source.parent
         content = load_file(source) if source.is_file() else {}
@@ -262,7 +262,7 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
             f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
             f"`from_hugging_face` that reads it (see gptrain.models)"
         )
-    content = read_json(config)
+    content = read_values(config)
     if not isinstance(content, dict):
         raise UnreadableFileError(config, "not a mapping")
     return read(content, tensors)

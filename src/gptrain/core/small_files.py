@@ -2,8 +2,6 @@
 
 import json
 import os
-import stat
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,39 +35,29 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
         OSError: If the file does not exist or cannot be opened.
         UnreadableFileError: If the path is a pipe, a device or a folder.
     """
-    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    raise UnreadableFileError(path, "not a regular file")
+    if os.path.exists(path) and not os.path.isfile(path):  # a named pipe would wait for a writer
+        raise UnreadableFileError(path, "not a regular file")
+    return open(path, "rb")
 
 
-def read_json(path: str | Path) -> Any:
-    """Return the value of a JSON file. Raises as `open_regular`; UnreadableFileError if damaged."""
-    return _read(path, "JSON", json.loads)
+def read_values(path: str | Path) -> Any:
+    """Return the content of a YAML file, if its name ends with .yaml, or of a JSON file.
 
-
-def read_yaml(path: str | Path) -> Any:
-    """Return the value of a YAML file. Raises as `read_json`, also for a tag of a Python object."""
-    return _read(path, "YAML", yaml.safe_load)
-
-
-def _read(path: str | Path, kind: str, parse: Callable[[bytes], Any]) -> Any:
-    content = read_bytes(path)
+    Raises as `open_regular`: UnreadableFileError also if the file is damaged, or has a tag of a
+    Python object.
+    """
+    content, is_yaml = read_bytes(path), Path(path).suffix == ".yaml"
     try:
-        return parse(content)
+        return yaml.safe_load(content) if is_yaml else json.loads(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also if not UTF-8
+        kind = "YAML" if is_yaml else "JSON"
         raise UnreadableFileError(path, f"not {kind} ({first_line(error)})") from None
 
 
-def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:
-    """Return the mapping in a JSON file, or an empty dict if it is missing, damaged or has none.
-
-    `read_yaml` as `read` reads a YAML file.
-    """
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """Return the mapping in a file, or an empty dict if it is missing, damaged or has none."""
     with suppress(OSError, UnreadableFileError):
-        if isinstance(values := read(path), dict):
+        if isinstance(values := read_values(path), dict):
             return values
     return {}
 

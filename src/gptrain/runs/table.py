@@ -20,7 +20,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import TIMELINE_NAME, measure
 from gptrain.core.errors import DONE, printable
 from gptrain.core.shell import by_key
-from gptrain.core.small_files import flatten, read_facts, read_json, read_yaml
+from gptrain.core.small_files import flatten, read_facts, read_values
 
 # Errors that a file of another form than gptrain's may cause while it is read.
 MALFORMED_FILE_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
@@ -69,8 +69,8 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 def read_run(folder: Path) -> RunRecord:
     """Return the record of the run in a folder, or raise one of MALFORMED_FILE_ERRORS."""
-    overrides = [str(word) for word in read_yaml(folder / OVERRIDES)]
-    result = read_json(folder / RESULT_NAME) if (folder / RESULT_NAME).exists() else {}
+    overrides = [str(word) for word in read_values(folder / OVERRIDES)]
+    result = read_values(folder / RESULT_NAME) if (folder / RESULT_NAME).exists() else {}
     status, is_running = read_status(folder) or {}, is_held(folder)
     is_done = bool(status or result) and status.get("exit_code", DONE) == DONE and not is_running
     if is_done:
@@ -103,7 +103,7 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
     The last run in `runs` whose config can be read determines the objective and its direction;
     without one it is the smallest val/loss. Runs without the metric come last.
     """
-    configs = (flatten(read_facts(run.path / CONFIG, read_yaml)) for run in reversed(runs))
+    configs = (flatten(read_facts(run.path / CONFIG)) for run in reversed(runs))
     config = next(filter(None, configs), {})
     metric = str(config.get("objective", "val/loss"))
     sign = -1 if config.get("checkpoint.mode") == "max" else 1
