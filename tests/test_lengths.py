@@ -63,11 +63,17 @@ def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
 
 
 def test_a_global_batch_size_is_divided_into_micro_steps():
-    assert plan_batch(4, 24, 1, data_parallel_size=3) == BatchPlan(4, 3, accumulate=2)
-    assert plan_batch(4, None, 5, data_parallel_size=3) == BatchPlan(4, 3, accumulate=5)
+    cfg = compose_run("data.batch_size=4")
+
+    def plan(size: int | None, accumulate: int = 1) -> BatchPlan:
+        keys = {"data.global_batch_size": size, "trainer.accumulate_grad_batches": accumulate}
+        return plan_batch(cfg.changed(keys), data_parallel_size=3)
+
+    assert plan(24) == BatchPlan(4, 3, accumulate=2)
+    assert plan(None, 5) == BatchPlan(4, 3, accumulate=5)
     assert BatchPlan(4, 3, 5).steps_per_epoch(119) == 1
     with pytest.raises(ValueError, match=r"3 ranks x data.batch_size 4; nearest: 24, 36"):
-        plan_batch(4, 30, 1, data_parallel_size=3)
+        plan(30)
 
 
 def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokenizer(tmp_path):

@@ -19,8 +19,7 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
-from gptrain.core.lengths import RunLengths
-from gptrain.core.precision import full_name
+from gptrain.core.lengths import RunLengths, plan_batch
 from gptrain.core.schema import RunConfig, SampleTextConfig
 from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
@@ -80,7 +79,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
     devices = find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
-    saved, size = manifest["config"], cfg.batch_plan(dims.data).global_batch_size
+    saved, size = manifest["config"], plan_batch(cfg, dims.data).global_batch_size
     if problems := differences(cfg, saved, size):
         raise ConfigError(problems)
     if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
@@ -154,7 +153,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         "seed": cfg.seed,
         "data.global_batch_size": global_batch_size,
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
-        "trainer.precision": full_name(cfg.trainer.precision),
+        "trainer.precision": cfg.trainer.precision,
     }
     for group in DECISIVE:
         section: Section = getattr(cfg, group)

@@ -33,8 +33,7 @@ from gptrain.assemble.training_run import TrainingRun
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
-from gptrain.core.lengths import BatchPlan, plan_lengths
-from gptrain.core.precision import full_name
+from gptrain.core.lengths import BatchPlan, plan_batch, plan_lengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
@@ -73,7 +72,7 @@ def check(cfg: RunConfig) -> None:
     with as_config_errors(cfg, sized or "trainer.devices"):
         dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     with as_config_errors(cfg, "data.global_batch_size"):
-        batch = cfg.batch_plan(dims.data)
+        batch = plan_batch(cfg, dims.data)
         check_batch(cfg.strategy, dims, batch)
     with as_config_errors(cfg, "model._target_"):
         module_type = module_class(cfg, dims.world_size)
@@ -148,7 +147,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         write_tokenizer(cfg, train)
     check_samples(cfg, module_type, (train, val, test))
     if cfg.trainer.overfit_batches:
-        train = first_batches(train, cfg.trainer.overfit_batches, cfg.batch_plan(dims.data))
+        train = first_batches(train, cfg.trainer.overfit_batches, plan_batch(cfg, dims.data))
     sample, sized = train[0], cfg
     tokens = find_tokens(sample)
     if isinstance(train, UserData):  # the batch size is that of the user's loader
@@ -164,7 +163,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         lengths = keep_warmup(cfg, lengths, saved)
         cfg = keep_precision(cfg, saved)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
-    precision = full_name(cfg.trainer.precision)
+    precision = cfg.trainer.precision
     precision = native_precision(devices) if precision == "auto" else precision
     make_net = partial(build_net, cfg.model)
     compile = choose_compile(cfg, devices, partial(build_on_meta_device, make_net))

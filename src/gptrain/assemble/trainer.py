@@ -17,7 +17,7 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
-from gptrain.core.lengths import RunLengths, phase_steps
+from gptrain.core.lengths import RunLengths, phase_steps, plan_batch
 from gptrain.core.schema import RunConfig
 from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
@@ -146,7 +146,7 @@ def build_checkpoints(
 ) -> Checkpoints:
     """Build the callback that saves checkpoints. The run folder must have been locked."""
     store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, read_run_id(cfg.run_dir) or None)
-    facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
+    facts = identity(cfg, plan_batch(cfg, lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None

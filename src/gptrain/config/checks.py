@@ -23,7 +23,7 @@ from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.strategies import STRATEGIES
-from gptrain.core.value_types import TargetConfig, check_target
+from gptrain.core.value_types import TargetConfig
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
@@ -139,7 +139,7 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
     """Yield a problem for each value that a class refuses. Raise if the class or a key is wrong."""
     # get_method logs every exception that it raises; the problem of the caller has its message.
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
-    made: Any = get_method(check_target(str(node["_target_"])))
+    made: Any = get_method(str(node["_target_"]))
     is_library = str(made.__module__).split(".")[0] in LIBRARIES
     group, _, name = place.partition(".")
     is_part = place in BASES or (group in ("callbacks", "logger") and "." not in name)

@@ -43,12 +43,9 @@ PHRASES = {
     "peer": ("closed by peer|reset by peer|Broken pipe|process exited", "another rank has exited"),
     "memory": (
         "can't allocate memory|out of memory",
-        "out of memory (less is needed by a smaller data.batch_size, or "
-        "model.activation_checkpointing=full)",
+        "out of memory (less: a smaller data.batch_size, model.activation_checkpointing=full)",
     ),
 }
-# The part of CUDA's message that helps. Other processes and settings of the allocator follow it.
-CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\..*")
 # First line of an error that torch raises again for a data worker.
 IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 
@@ -224,7 +221,6 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
     for cause, (phrases, what) in PHRASES.items():
         is_phrase = isinstance(error, RuntimeError) and re.search(phrases, str(error))
         if is_phrase or (cause == "memory" and isinstance(error, MemoryError)):
-            message = CUDA_MEMORY.sub(r"\1", message)
             code, trace = HUNG if cause == "hang" else FAILED, trace if cause == "memory" else ""
             return Ending(code, cause, f"error: {what}: {message}", trace)
     line = f"error: {type(error).__name__}: {message}" + (f"; at {doing}" if doing else "")

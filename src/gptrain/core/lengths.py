@@ -4,15 +4,11 @@ Nothing here imports torch, so that the command line and the planner use the sam
 run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gptrain.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gptrain.core.schema import RunConfig, TrainerConfig
+from gptrain.core.schema import RunConfig, TrainerConfig
 
 DEFAULT_WARMUP_STEPS = 100
 DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
@@ -92,21 +88,21 @@ class RunLengths:
         return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
 
 
-def plan_batch(
-    batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
-) -> BatchPlan:
+def plan_batch(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
     """Return the batch plan of a run.
 
+    `data.global_batch_size` sets the accumulation. If it is null, `trainer.accumulate_grad_batches`
+    sets it.
+
     Args:
-        batch_size: Sequences per data-parallel rank per micro-step.
-        global_batch_size: Sequences per optimizer step over all ranks, which set the accumulation.
-            None: `accumulate` sets it.
-        accumulate: Micro-steps per optimizer step. It must be 1 with a global batch size.
         data_parallel_size: Number of ranks that train on different samples.
 
     Raises:
-        ValueError: If the global batch size cannot be reached, or excludes the accumulation.
+        ValueError: If data.global_batch_size is no multiple of a micro-step of all ranks, or is
+            given together with trainer.accumulate_grad_batches.
     """
+    batch_size, global_batch_size = cfg.data.batch_size, cfg.data.global_batch_size
+    accumulate = cfg.trainer.accumulate_grad_batches
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
     if accumulate != 1:
@@ -141,7 +137,7 @@ def plan_lengths(
         ConfigError: If max_tokens is less than one step.
         ValueError: As in `RunConfig.batch_plan`.
     """
-    trainer, batch = cfg.trainer, cfg.batch_plan(data_parallel_size)
+    trainer, batch = cfg.trainer, plan_batch(cfg, data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
     if (batches := trainer.limit_train_batches) is not None:
         is_fraction = isinstance(batches, float)  # else a number of micro-batches

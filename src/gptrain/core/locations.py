@@ -83,10 +83,8 @@ def report_to_fit(**facts: object) -> None:
 
 def train_script() -> str:
     """Return the path of the running script for printed commands, else the project's train.py."""
-    script = Path(sys.argv[0])
-    project = find_project()
-    is_script = script.suffix == ".py" and script.name != "__main__.py"
-    if is_script and not {"site-packages", "dist-packages"} & set(script.parts):
+    script, project = Path(sys.argv[0]), find_project()
+    if script.suffix == ".py" and script.name != "__main__.py":
         return sys.argv[0]
     if project is None or not (project / "train.py").is_file():
         return "train.py"

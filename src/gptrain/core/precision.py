@@ -48,11 +48,6 @@ PRECISIONS = {
 SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-def full_name(name: object) -> str:
-    """Return Lightning's full name of a precision: `16-mixed` for 16, any other name unchanged."""
-    return SHORT_NAMES.get(str(name), str(name))
-
-
-def find_precision(name: object) -> Precision:
+def find_precision(name: str) -> Precision:
     """Return the types of a precision. `auto` and unknown names have those of `32-true`."""
-    return PRECISIONS.get(full_name(name), PRECISIONS["32-true"])
+    return PRECISIONS.get(name, PRECISIONS["32-true"])

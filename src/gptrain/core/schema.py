@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import Self
 
 from gptrain.core import value_types as types
-from gptrain.core.lengths import BatchPlan, plan_batch
 from gptrain.core.strategies import STRATEGIES, DDPOptions, StrategyOptions
 from gptrain.core.value_types import Count, KeepsResult, OpenSection, Section, TargetConfig, between
 
@@ -96,7 +95,7 @@ class OptimizerConfig(TargetConfig):
 
     OWN_KEYS = frozenset({"lr_scaling", "reference_batch_size"})
 
-    lr: types.PositiveNumber | None
+    lr: types.Positive | None
     weight_decay: types.NonNegative | None
     lr_scaling: Literal["none", "linear", "sqrt"]
     reference_batch_size: Count
@@ -114,9 +113,9 @@ class MuonConfig(AdamWConfig):
     """Keys of `gptrain.optim.Muon`: Muon for hidden matrices, AdamW for all other parameters."""
 
     momentum: types.BelowOne
-    embedding_lr: types.PositiveNumber | None = None
-    head_lr: types.PositiveNumber | None = None
-    vector_lr: types.PositiveNumber | None = None
+    embedding_lr: types.Positive | None = None
+    head_lr: types.Positive | None = None
+    vector_lr: types.Positive | None = None
 
 
 class SchedulerConfig(TargetConfig):
@@ -125,7 +124,7 @@ class SchedulerConfig(TargetConfig):
     A phase has a length in steps or in tokens, not both.
     """
 
-    warmup_steps: types.Warmup | None
+    warmup_steps: types.Share | None
     warmup_tokens: types.TokenCount | None
     total_steps: Count | None
     total_tokens: types.TokenCount | None
@@ -157,7 +156,7 @@ class DecayConfig(WarmupConfig):
 class StableDecayConfig(DecayConfig):
     """Keys of `gptrain.optim.warmup_stable_decay`, which decays at the end of a constant phase."""
 
-    decay_steps: types.Warmup | None
+    decay_steps: types.Share | None
     decay_tokens: types.TokenCount | None
 
 
@@ -219,7 +218,7 @@ class CheckpointConfig(Section):
 
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
-    every_minutes: types.PositiveNumber | None
+    every_minutes: types.Positive | None
     keep: Annotated[int, between(2)]  # if the newest is damaged, a run resumes from another
     monitor: types.Name
     mode: Literal["min", "max"]
@@ -412,7 +411,7 @@ class RunConfig(Section):
     runs_here: ClassVar[bool] = True
     expands_run: ClassVar[bool] = True
 
-    name: types.RunName
+    name: types.LocalPath
     task: Literal["fit", "validate", "test"]
     seed: Annotated[int, between(0, types.SEED_MAX)]
     max_tokens: types.TokenCount | None
@@ -442,15 +441,6 @@ class RunConfig(Section):
     logger: dict[str, TargetConfig]
     profiler: Annotated[TargetConfig | None, BeforeValidator(lambda node: node or None)]
     launcher: LauncherConfig
-
-    def batch_plan(self, data_parallel_size: int) -> BatchPlan:
-        """Return the numbers that multiply to the global batch size of this config.
-
-        Raises a ValueError if data.global_batch_size is no multiple of a micro-step of all ranks,
-        or is given together with trainer.accumulate_grad_batches.
-        """
-        data, accumulate = self.data, self.trainer.accumulate_grad_batches
-        return plan_batch(data.batch_size, data.global_batch_size, accumulate, data_parallel_size)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with other values of some keys, {"data.batch_size": 8}, not validated.

@@ -251,5 +251,4 @@ def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
 
 def divisors(number: int) -> str:
     """Return all divisors of a positive number in ascending order as text, joined by commas."""
-    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
-    return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
+from gptrain.core.lengths import plan_batch
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import CONTEXT, DATA, STRATEGIES, options_for, parallel_dims
@@ -58,7 +59,7 @@ def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: in
     n_nodes = run.trainer.num_nodes if isinstance(run.trainer.num_nodes, int) else 1
     options = options_for(name, run.strategy)
     dims = parallel_dims(options, world_size, n_nodes)
-    batch = run.batch_plan(dims.data)
+    batch = plan_batch(run, dims.data)
     step = Step(
         net,
         options,
