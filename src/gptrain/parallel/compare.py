@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.parallel.base import Batch, Parallel, net_logits, supports_chunked_loss
+from gptrain.parallel.base import Batch, Parallel, net_logits
 from gptrain.parallel.mesh import from_rank_0, gather
 from gptrain.parallel.placement import local_shard, make_net_on, shard_like
 from gptrain.parallel.requirements import IncompatibleModelError, tied_names
@@ -105,8 +105,8 @@ class Comparison:
             for dtype, is_padded in product(TOLERANCES, (True, False)):
                 torch.set_default_dtype(dtype)
                 batch = make_batch(sample, parallel, is_padded)
-                self._compare_in_training(batch)
-                if not (reason := self._compare_partitioned(batch)):
+                reason = self._compare_in_training(batch) or self._compare_partitioned(batch)
+                if not reason:
                     return
         finally:
             torch.set_default_dtype(dtype_before)
@@ -116,13 +116,15 @@ class Comparison:
         # `hidden` and `head` may compute other logits than `forward`.
         parallel.forward_only = not parallel.is_pipeline
 
-    def _compare_in_training(self, batch: Batch) -> None:
-        """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
+    def _compare_in_training(self, batch: Batch) -> str:
+        """Compare `forward` with the parts that the strategy calls, and with recomputing blocks.
+
+        Returns why `forward` cannot be run, or "".
+        """
         parallel = self.parallel
-        calls_parts = parallel.is_pipeline or supports_chunked_loss(self.full_net)
         expected, reason = self._run(batch, training=True)
-        if from_rank_0(reason):  # _compare_partitioned reports what is wrong with `forward`
-            return
+        if reason := _first(gather(reason)):
+            return reason
 
         def difference(compute_logits: Callable[..., Tensor], mode: str) -> str:
             found, reason = self._run(batch, compute_logits, mode, training=True)
@@ -131,13 +133,14 @@ class Comparison:
         if self.mode != "none" and (text := difference(net_logits, self.mode)):
             message = f"in training {text} if blocks run twice; allowed: none"
             raise IncompatibleModelError("model.activation_checkpointing", message)
+        calls_parts = parallel.is_pipeline or parallel.uses_hidden(self.full_net)
         if calls_parts and (text := difference(parallel.logits_of_parts, "none")):
             if parallel.is_pipeline:
                 raise self._error(f"in training {text}")
-            if not parallel.forward_only:
-                parallel.forward_only = True
-                message = "warning: the loss is computed from the logits of forward"
-                log.warning("%s, which takes more memory: for hidden and head, %s", message, text)
+            parallel.forward_only = True
+            message = "warning: the loss is computed from the logits of forward"
+            log.warning("%s, which takes more memory: for hidden and head, %s", message, text)
+        return ""
 
     def _compare_partitioned(self, batch: Batch) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
