@@ -156,23 +156,12 @@ class Parallel:
         is_shared = CONTEXT in self.axes and self.shard_mesh is not None
         self.gradient_group = self.shard_mesh.get_group() if is_shared else self.data_group
         self.finds_unused = getattr(self.options, "find_unused_parameters", True)
-        self.chunked_loss: Any = chunked_next_token_loss
-        if TENSOR in self.axes:
-            self.chunked_loss = vocab_parallel_loss
+        is_split = TENSOR in self.axes  # the rows of the head
+        self.chunked_loss: Any = vocab_parallel_loss if is_split else chunked_next_token_loss
 
     def group_along(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's group along an axis of the mesh, such as "data"; None if `single`."""
         return None if self.mesh is None else self.mesh.get_group(axis)
-
-    @property
-    def replicas(self) -> DeviceMesh | None:
-        """Data axis, whose ranks can divide the work of Muon, if they hold the same weights.
-
-        None under `single`, with FSDP and without a data axis.
-        """
-        if self.mesh is None or self.shards or DATA not in self.axes:
-            return None
-        return self.mesh[DATA]
 
     def compile_loss(self) -> None:
         """Compile the cross entropy of the chunked loss, on a CUDA device.
@@ -210,25 +199,20 @@ class Parallel:
         """Set what depends on the LightningModule and its optimizer, once both are built.
 
         Sets `optimizer.replicas`, if there is this attribute, `extra_parameters` and `used`. Turns
-        off the optimizer's kernels that cannot take the parameters: a multi-tensor kernel takes
-        DTensors or plain tensors, but not both, and SGD and Adagrad have no fused one for DTensors.
+        off the fused kernels of SGD and Adagrad if parameters are DTensors.
         """
         if hasattr(optimizer, "replicas"):
-            cast(Any, optimizer).replicas = self.replicas
+            # Ranks that hold the same weights and gradients can divide the work of Muon.
+            has_copies = DATA in self.axes and not self.shards
+            cast(Any, optimizer).replicas = cast(Any, self.mesh)[DATA] if has_copies else None
         if not self.is_partitioned:
             return
         self.extra_parameters = [*state.named_extra_parameters(module).values()]
         if self.may_skip_parameters and isinstance(self.net, FSDPModule):
             self.used = watch_use(self.net)
-        if self.is_pipeline:
-            return
-        plain_parameters = set(self.extra_parameters)
-        for group in optimizer.param_groups:
-            if isinstance(optimizer, SGD | Adagrad) and group["fused"]:
+        for group in optimizer.param_groups if isinstance(optimizer, SGD | Adagrad) else ():
+            if not self.is_pipeline and group["fused"]:  # they have no fused kernel for DTensors
                 group["fused"] = None  # torch chooses the implementation
-            n_plain = sum(parameter in plain_parameters for parameter in group["params"])
-            if 0 < n_plain < len(group["params"]):
-                group |= {key: False for key in ("foreach", "fused") if key in group}
 
     # Loss and logits
 

@@ -64,7 +64,6 @@ class Pipeline(Parallel):
     def __post_init__(self) -> None:
         super().__post_init__()
         mesh = cast(DeviceMesh, self.mesh)
-        self.schedule = self.options.schedule
         self.group = mesh.get_group(PIPELINE)
         self.rank = mesh.get_local_rank(PIPELINE)
         self.n_stages = self.dims.pipeline
@@ -235,7 +234,7 @@ class Pipeline(Parallel):
         stage = Stage(self.net, self.rank == 0, self.rank == self.last)
         # With forward passes only, all schedules are the same. GPipe accepts any number of
         # microbatches.
-        name = self.schedule if training else "gpipe"
+        name = self.options.schedule if training else "gpipe"
         return get_schedule_class(name)(  # get_schedule_class ignores case
             PipelineStage(stage, self.rank, self.n_stages, device, group=self.group),
             microbatches,

@@ -13,10 +13,7 @@ from gptrain.core import labels
 from gptrain.loss import IGNORED, sum_dtype
 
 log = logging.getLogger(__name__)
-OWN_TARGETS = (
-    "the mean over the targets that self.loss was given, then over micro-steps and ranks: they are "
-    "not those of a batch of data.train as it was loaded"
-)
+OWN_TARGETS = "the mean over the targets it was given, then over micro-steps and ranks"
 
 
 class StepMean:
@@ -47,6 +44,7 @@ class StepMean:
     n_targets: Tensor
     loss: Tensor
     counted: tuple[Tensor, int] | None = None
+    _has_explained = False
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         self.group = group if group is not None and group.size() > 1 else None
@@ -54,7 +52,6 @@ class StepMean:
         self.divisor = torch.ones((), dtype=sum_dtype(device), device=device)
         self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
         self.losses: dict[int, Tensor] = {}  # of each micro-batch, whose closure may run again
-        self._has_explained = False
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
         """Set `divisor` for the next step of `n_targets` targets on this rank. Collective."""
