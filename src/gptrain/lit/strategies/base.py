@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from gptrain.core.errors import first_line
 from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.loss import sum_dtype
@@ -33,10 +32,7 @@ from gptrain.parallel.step_mean import StepMean
 
 # Hooks in which a module or a data module may change a batch after it was loaded.
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-PARTS = (
-    "a rank holds a part of the net only; use self.loss(tokens, targets) and, not in a pipeline, "
-    "outputs of the net; strategy=ddp has all weights on each rank"
-)
+PARTS = "a rank holds a part of the net only; strategy=ddp has all weights on each rank"
 
 
 class GPTStrategy(SavingStrategy):
@@ -105,19 +101,10 @@ class GPTStrategy(SavingStrategy):
         self.step_mean.begin_step(n_targets or 0, trainer.accumulate_grad_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training_step, in which the loss has the divisor of the step.
-
-        Raises an IncompatibleModelError if it uses the part of a net on this rank as a full net.
-        """
+        """Run the module's training_step, in which the loss has the divisor of the step."""
         self.parallel.step_mean = self.step_mean
         try:
             return super().training_step(*args, **kwargs)
-        except (AttributeError, RuntimeError) as error:
-            lacks_layer = isinstance(error, AttributeError) and self.parallel.is_pipeline
-            if lacks_layer or "torch.Tensor and DTensor" in str(error):
-                message = f"training_step: {first_line(error)}; {PARTS}"
-                raise IncompatibleModelError("strategy.name", message) from error
-            raise
         finally:
             self.parallel.step_mean = None
 
