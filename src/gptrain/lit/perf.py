@@ -21,11 +21,9 @@ class Speed:
 
     Attributes:
         peak: Peak FLOP/s of one device, and its text. None on ranks other than 0.
-        step_s: Seconds per step of the last interval that `read` has ended.
     """
 
     peak: tuple[float, str] | None = None
-    step_s = 0.0
     _token_flops = 0
 
     def __init__(self, lengths: RunLengths, trainer: pl.Trainer, net: nn.Module | None):
@@ -50,24 +48,18 @@ class Speed:
         waited_s = getattr(self.trainer.train_dataloader, "waited_s", 0.0)
         self._begin = (self.trainer.global_step, time.perf_counter(), waited_s)
 
-    def step_s_until_now(self) -> float:
-        """Return the seconds per step of this interval, without waiting for the device."""
-        begin_step, begin_s, _ = self._begin
-        n_steps = self.trainer.global_step - begin_step
-        return (time.perf_counter() - begin_s) / n_steps if n_steps else self.step_s
-
     def read(self) -> dict[str, float]:
         """Wait for the device, return the values of the interval that ends, and begin a new one."""
         begin = self._begin
         self.start()
         steps, seconds, waited_s = (b - a for a, b in zip(begin, self._begin, strict=True))
         n_steps = max(1, steps)
-        self.step_s = seconds / n_steps
-        tokens_per_s = self.lengths.step_tokens / self.step_s
+        step_s = seconds / n_steps
+        tokens_per_s = self.lengths.step_tokens / step_s
         metrics = {
             "tokens": float(data_of(self.trainer).tokens),
             "perf/tokens_per_s": tokens_per_s,
-            "perf/step_s": self.step_s,
+            "perf/step_s": step_s,
             "perf/data_wait_s": waited_s / n_steps,
         }
         if self.peak is not None and self._token_flops:

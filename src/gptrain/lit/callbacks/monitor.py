@@ -8,16 +8,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.status import PreemptedError, RefusedStepError
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.timeline import Timeline
-from gptrain.core.labels import shorten
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.datamodule import Loader
 from gptrain.lit.guard import StepGuard
-from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
+from gptrain.lit.lightning import ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
@@ -171,12 +169,9 @@ class TrainingMonitor(Callback):
         if step == self.lengths.n_steps:
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
-        is_logged = is_due or is_validated(trainer, step) or trainer.should_stop
-        if is_logged:
+        if is_due or is_validated(trainer, step) or trainer.should_stop:
             cast(Any, trainer).log_every_n_steps = 1  # on_train_batch_start sets it back
             self._log_step(trainer, pl_module)
-        if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-            bar.end_step(trainer, self.lr, self.speed.step_s_until_now(), self.lengths, is_logged)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the step as the x axis of values that are logged at the end of an epoch."""
@@ -188,25 +183,6 @@ class TrainingMonitor(Callback):
         self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Describe the current batch in `guard.doing`, for the error report."""
-        step = exception.step if isinstance(exception, RefusedStepError) else trainer.global_step
-        rank = trainer.global_rank
-        loader = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        samples = []
-        if trainer.training and trainer.fit_loop.batch_idx >= 0:
-            # `global_step` may be one lower than in the last heartbeat: the step was not taken.
-            self._beat(step)
-            self.guard.doing = f"step {step}"
-            samples = data_of(trainer).step_samples(step, rank)
-        elif not trainer.training and isinstance(loader, Loader):
-            self.guard.doing = f"step {step}, evaluation of {loader.name}"
-            samples = data_of(trainer).eval_batches.samples_of(loader.number)
-        if samples:
-            self.guard.doing += f", samples of rank {rank}: {shorten(samples)}"
 
     # Evaluations
 
@@ -297,6 +273,8 @@ class TrainingMonitor(Callback):
             # gptrain's own bar reads the loss only if it shows the step.
             in_bar = name == "train/loss" and not isinstance(bar, ProgressBar | None)
             pl_module.log(name, value, sync_dist=name == "train/loss", prog_bar=in_bar)
+        if isinstance(bar, ProgressBar):
+            bar.show_step(trainer, values, self.lengths)
         # Lightning passes the values to the loggers after the save of the step. If the run fails in
         # between, no later start logs this step.
         for logger in trainer.loggers:
