@@ -82,14 +82,10 @@ class UserData(Dataset):
         return tuple(batch) if isinstance(batch, list) else batch
 
     def describe(self, n_samples: int) -> str:
-        """Return a line with the data's length and what a resume loses. Ignores `n_samples`."""
-        twice = " · evaluations may count a sample twice" if self.world_size > 1 else ""
-        is_known = self.epoch_batches != UNKNOWN_LENGTH
-        length = f"{self.epoch_batches} batches per rank and epoch" if is_known else "a stream"
+        """Return the start line `data`, which says what is not exact. Ignores `n_samples`."""
         return (
-            f"{type(self.module).__name__} · {length} · "
-            "not exact on a resume within an epoch: its order starts again, so that samples "
-            f"repeat and others are left out{twice}"
+            f"{type(self.module).__name__} · not exact: a resume within an epoch starts its order "
+            "again, and several ranks may evaluate a sample twice"
         )
 
     def start(self, lengths: RunLengths) -> None:
@@ -102,7 +98,7 @@ class UserData(Dataset):
         """Number of positions that the run has trained on, if all batches are full."""
         return cast(pl.Trainer, self.module.trainer).global_step * self.lengths.step_tokens
 
-    def step_samples(self, step: int, rank: int | None = None) -> list[int]:
+    def step_samples(self, step: int) -> list[int]:
         """Return an empty list, because the indices of the samples of a step are not known."""
         return []
 
