@@ -48,8 +48,9 @@ class Record(pl.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.seen["places"].append((trainer.current_epoch, trainer.global_step))
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            step, rank = trainer.global_step, trainer.global_rank
-            self.seen["samples"].append(trainer.datamodule.step_samples(step, rank))
+            data = trainer.datamodule
+            samples = data.batches.step_samples(trainer.global_step)[:, data.rank]
+            self.seen["samples"].append(samples.ravel().tolist())
         if trainer.global_step == 1:
             self.looks = Counts()
             self.looks.__enter__()

@@ -257,10 +257,6 @@ class EvalBatches:
         """Return the number of the part to which a batch of this rank belongs."""
         return self._batches[number][1]
 
-    def samples_of(self, number: int) -> list[int]:
-        """Return the indices that a batch of this rank has, or [] if there is no such batch."""
-        return [index for _, _, samples in self._batches[number : number + 1] for index in samples]
-
 
 def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) -> list[int]:
     """Return how many samples of each part of a dataset an evaluation reads, the first of the part.

@@ -142,14 +142,9 @@ class TextDataModule(pl.LightningDataModule):
         """Return the loader of this rank's test batches. Validation data replaces missing ones."""
         return self._evaluation_loader(self.val if self.test is None else self.test, "data.test")
 
-    def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """Return the dataset indices of a step, on one rank or on all (None); [] for a stream."""
-        if self.stream is not None:
-            return []
-        samples = self.batches.step_samples(step)  # (accumulate, data ranks, batch)
-        if rank is not None:
-            samples = samples[:, rank // self.ranks_per_sample % self.world_size]
-        return samples.ravel().tolist()
+    def step_samples(self, step: int) -> list[int]:
+        """Return the dataset indices of a step, of all ranks, or [] for a stream."""
+        return [] if self.stream is not None else self.batches.step_samples(step).ravel().tolist()
 
     def part_of(self, batch_idx: int) -> str | None:
         """Return the part of a batch of the last evaluation loader. None if it has no mixture."""
@@ -206,14 +201,12 @@ class Loader(DataLoader):
     whose number of targets must be known before the first of them is used.
 
     Attributes:
-        number: Number of the group that is being loaded or used, counted from 0 in each epoch.
         waited_s: Seconds in which this process has waited for batches, since the loader was made.
         step_targets: Number of targets of each loaded group, None if unknown. `GPTStrategy` removes
             the number of a training step when the step begins.
     """
 
     name = "data"
-    number = 0
     waited_s = 0.0
     read_ahead = 1
     positions: StreamPositions | None = None
@@ -229,14 +222,12 @@ class Loader(DataLoader):
         atexit.unregister(kill_workers)  # register the function only once
         atexit.register(kill_workers)
         self.step_targets = []
-        self.number = 0
         start_s = time.perf_counter()
         while step := list(islice(batches, self.read_ahead)):
             self.waited_s += time.perf_counter() - start_s
             counts = [count_batch_targets(batch) for batch in step]
             self.step_targets.append(None if None in counts else sum(filter(None, counts)))
             yield from step
-            self.number += 1
             start_s = time.perf_counter()
 
 

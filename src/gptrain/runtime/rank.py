@@ -19,7 +19,12 @@ from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.signature import sign_record
-from gptrain.checkpoints.status import CHECKPOINTS_NAME, clear_status, write_status
+from gptrain.checkpoints.status import (
+    CHECKPOINTS_NAME,
+    RefusedStepError,
+    clear_status,
+    write_status,
+)
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import add_start
 from gptrain.core import errors, labels, locations, shell
@@ -65,14 +70,15 @@ def run_rank(
                 guard.beat(phase="import", allow_s=IMPORTING_S)
                 metrics = train(cfg, guard)
         except BaseException as error:  # any end of a rank must end the job, with a message
-            ending = ending_of(error, guard.doing)
+            ending = ending_of(error, f"step {guard.step} in phase {guard.phase}")
             if ending.cause == "peer":  # wait: the failed rank will report the cause
                 time.sleep(PEERS_REPORT_S)
             # A launcher asks the other ranks to stop when one has failed, perhaps before it began.
             # The parent of local ranks reports a rank that was killed.
             is_known = ending.code == errors.PREEMPTED and process.rank > 0
             if not is_known and not (ending.cause == "peer" and CHECKED in os.environ):
-                report_ending(cfg, ending, process.rank, guard.step)
+                step = error.step if isinstance(error, RefusedStepError) else guard.step
+                report_ending(cfg, ending, process.rank, step)
             if process.is_rank:
                 exit_rank(ending.code)
             raise JobFailedError(ending.code, ending.line) from error

@@ -44,7 +44,6 @@ class Guard:
         phase: Phase of the run that the last heartbeat has named, for example "train" or "save".
         allow_s: Time that the last heartbeat allows until the next one, if it is longer than the
             timeout. In seconds.
-        doing: Description of the current activity, for the report of an exception.
     """
 
     run_dir: str | Path
@@ -55,7 +54,6 @@ class Guard:
     step: int = 0
     phase: str = "start"
     allow_s: float = 0.0
-    doing: str = ""
 
     def __post_init__(self) -> None:
         self._silent_s = 0.0
