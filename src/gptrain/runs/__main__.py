@@ -10,14 +10,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from gptrain.core.errors import DONE, INPUT_NOT_FOUND
 from gptrain.core.locations import default_output_dir
 from gptrain.runs.table import rank_runs, read_runs, text_table
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Print a comparison of the runs that the words in `sys.argv` name, and exit."""
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, default=[Path(default_output_dir())])
