@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from pathlib import Path
 
@@ -44,10 +43,8 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
         _, folder, output = export_run(*words, f"checkpoint.mode={mode}", name=name)
         weights = saved_twice.folder / "checkpoints" / f"step-{step:08d}"
         n_bytes = (folder / "model.safetensors").stat().st_size
-        assert f" {weights}, {dtype}, {n_bytes / 2**20:.1f} MiB\n" in output
+        assert f" {weights}, {dtype}, {n_bytes / 2**20:.1f} MiB, in {folder}\n" in output
         stored = load_file(folder / "model.safetensors")
-        python, script, *pasted = shlex.split(output.rpartition("next ")[2])  # the last line
-        assert python == "python" and Path(script).name == "train.py"
         if form == "safetensors":  # the net's own names
             assert state.keys() == stored.keys()
             assert all(torch.equal(stored[name], state[name].bfloat16()) for name in stored)
@@ -58,7 +55,8 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
             net = GPT2LMHeadModel.from_pretrained(second_folder, dtype="auto")
             assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
         begun = train(
-            *pasted, "optimizer.lr=1e-12", "optimizer.weight_decay=0",
+            words[0], shell.override("init_from", folder),
+            "optimizer.lr=1e-12", "optimizer.weight_decay=0",
             "trainer.max_steps=1", "logger=none", name=f"from_{form}",
         )  # fmt: skip
         assert begun.code == 0, begun.err
@@ -86,7 +84,6 @@ def test_an_export_generates_the_same_text_as_its_run(
     monkeypatch.setenv("HOME", str(speaker.parent))
     (speaker / "special_tokens_map.json").write_text("{}")
     _, folder, output = export_run(f"from_run='~/{speaker.name}'", f"format={form}")
-    assert "data.path" not in output.partition("next ")[2]  # the run folder is signed
     if form == "hf":
         from transformers import AutoTokenizer
 

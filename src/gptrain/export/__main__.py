@@ -14,7 +14,6 @@
 Another run can start from the weights of the first two formats: init_from=<folder of the export>.
 """
 
-import logging
 from pathlib import Path
 from typing import Literal
 
@@ -23,13 +22,11 @@ from omegaconf import OmegaConf
 from gptrain import config
 from gptrain.checkpoints import files
 from gptrain.checkpoints.signature import sign_record
-from gptrain.core import labels, shell
+from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import LocalPath
-
-log = logging.getLogger(__name__)
 
 
 class ExportRun(RunConfig):
@@ -81,11 +78,7 @@ def export(cfg: ExportRun) -> None:
         record = OmegaConf.to_yaml({"model": cfg.model.plain()})
         files.replace(folder / ".hydra" / "config.yaml", record.encode())
         sign_record(folder)
-    log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))
-    log.info(labels.line("folder", folder))
-    if cfg.format != "peft":  # no run can start from adapters alone
-        words = shell.override("from_run", cfg.from_run), shell.override("init_from", folder)
-        log.info(labels.line("next", shell.train_command(*words)))
+    print(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB, in {folder}"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ FORMATS = {  # method of the net that a format needs, file of the weights, file 
     "hf": ("to_hugging_face", "model.safetensors", "config.json"),
     "peft": ("to_peft", "adapter_model.safetensors", "adapter_config.json"),
 }
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name in the config -> name in torch
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
@@ -39,11 +39,10 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
             message = f"{type(net).__name__} has no `{method}` (see gptrain.models)"
             raise ConfigError.of("format", format, message, hint="format=safetensors")
         content, tensors = getattr(net, method)()
-        content |= {"dtype": DTYPES[dtype]} if format == "hf" else {}
+        content |= {"dtype": str(DTYPES[dtype]).split(".")[1]} if format == "hf" else {}
         files.replace(folder / config, files.to_json(content))
-    target = getattr(torch, DTYPES[dtype])
     converted = {
-        name: t.detach().to(target if t.is_floating_point() else t.dtype).contiguous()
+        name: t.detach().to(DTYPES[dtype] if t.is_floating_point() else t.dtype).contiguous()
         for name, t in tensors.items()
     }
     # transformers requires this entry of the metadata.
@@ -69,6 +68,5 @@ def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, forma
         content = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
         content |= read_facts(folder / CONFIG_NAME)
         files.replace(folder / CONFIG_NAME, files.to_json(content))
-    rest = {key: value for key, value in generation.items() if key not in ID_KEYS}
-    files.replace(folder / GENERATION, files.to_json(rest | ids))
+    files.replace(folder / GENERATION, files.to_json(generation | dict.fromkeys(ID_KEYS) | ids))
     files.replace(folder / "config.json", files.to_json(config | ids))
