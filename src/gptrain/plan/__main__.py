@@ -19,32 +19,31 @@ else a step needs is not known before it runs.
 
 import json
 import re
+import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from gptrain import config
 from gptrain.core import shell
-from gptrain.core.errors import BAD_CONFIG, INPUT_NOT_FOUND, ConfigError
+from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Section
 from gptrain.costs.choice import compare
 from gptrain.costs.hardware import DEVICES, LINKS, Machine, device_of, machine_of, this_cpu
 from gptrain.costs.topology import find_islands, parse_topology, slowest_ring_link, speed
-from gptrain.plan.doctor import doctor, nvidia_smi
+from gptrain.plan.doctor import doctor
 from gptrain.runs.table import align_columns, format_cell
 from gptrain.runtime.process import count_devices, count_nodes
 
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
-# Columns of the two tables: titles, keys of a row, and units. A row includes `bytes_per_device`.
+# Columns of the two tables: titles and keys of a row. A row includes `bytes_per_device`.
 MEMORY = {part: part for part in PARTS} | {"fits": "fits", "largest batch": "largest_batch_size"}
-STEP = {"TFLOP": "flops", "GiB sent": "wire_bytes_per_step", "traffic s": "communication_s",
-        "hidden s": "overlapped_s", "seconds": "step_s", "tokens/s": "tokens_per_s", "MFU": "mfu",
-        "scaling": "scaling_efficiency", "hours": "hours",
-        "device hours": "device_hours"}  # fmt: skip
-UNITS = dict.fromkeys((*PARTS, "wire_bytes_per_step"), 2**30) | {"flops": 1e12}
+STEP = {"GiB sent": "wire_bytes_per_step", "traffic s": "communication_s", "seconds": "step_s",
+        "tokens/s": "tokens_per_s", "MFU": "mfu", "hours": "hours"}  # fmt: skip
 
 
 class Hardware(Section):
@@ -64,16 +63,17 @@ class PlanRun(RunConfig):
 
 
 def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
-    """Return the machine that `hardware.name` names, or this one, and facts about its links.
+    """Return the machine that `hardware.name` names, or this one, and its `topology`, if known.
 
     GPUs of this machine that are not in `gptrain.costs.hardware` are not planned, but its CPU. The
-    facts are `islands` and `slowest_ring_link` of `gptrain.costs.topology`, or none if no links are
-    known. A ConfigError if `topology` cannot be used, or another machine's devices are "auto".
+    topology has `islands` and `slowest_ring_link` of `gptrain.costs.topology`. A ConfigError if it
+    cannot be read, or if the devices of another machine are "auto".
     """
     hardware, source = cfg.hardware, cfg.topology
-    name, gpus = hardware.name, []
+    name, gpus, text = hardware.name, [], ""
     if not name and cfg.trainer.accelerator != "cpu":
         gpus = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+        text = nvidia_smi("topo", "-m")
         name = device_of(gpus[0]) if gpus else None
     n_local = count_devices(cfg.trainer.devices) or len(gpus)
     if not name:
@@ -82,19 +82,24 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
         message = "devices of another machine cannot be counted"
         raise ConfigError.of("trainer.devices", "auto", message, hint="trainer.devices=8")
     machine = machine_of(name, n_local, hardware.link, hardware.network)
-    text = nvidia_smi("topo", "-m") if gpus else ""
     if not source and not text:
         return machine, {}
-    try:
+    from gptrain.assemble.config_errors import as_config_errors  # imported late: needs torch
+
+    with as_config_errors(cfg, "topology"):
         links = parse_topology(Path(source).read_text() if source else text)
-    except (OSError, ValueError) as error:
-        code = INPUT_NOT_FOUND if isinstance(error, OSError) else BAD_CONFIG
-        raise ConfigError.of("topology", source, str(error), code=code) from error
-    islands, slowest = find_islands(links), slowest_ring_link(links)
-    if slowest and speed(slowest) < 0:
+    topology = {"islands": find_islands(links), "slowest_ring_link": slowest_ring_link(links)}
+    if links and speed(topology["slowest_ring_link"]) < 0:
         # Only some GPUs have NVLinks to each other. Rings through more GPUs use PCIe.
-        machine = replace(machine, island=max(map(len, islands)), host=LINKS["pcie4"])
-    return machine, {"islands": islands, "slowest_ring_link": slowest} if links else {}
+        machine = replace(machine, island=max(map(len, topology["islands"])), host=LINKS["pcie4"])
+    return machine, {"topology": topology} if links else {}
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Run nvidia-smi and return its output, or "" if it is missing or fails."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.check_output(["nvidia-smi", *arguments], text=True)
+    return ""
 
 
 def main() -> None:
@@ -127,16 +132,13 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
         from gptrain.plan.own_net import plan_own_net  # imported late: needs torch
 
         result = plan_own_net(cfg, machine, n_nodes)
-    for name, row in result["strategies"].items():
+    for row in result["strategies"].values():
         if cfg.max_tokens and row.get("tokens_per_s"):
-            n_ranks = 1 if name == "single" else machine.n_local * n_nodes
             row["hours"] = cfg.max_tokens / row["tokens_per_s"] / 3600
-            row["device_hours"] = row["hours"] * n_ranks
     result["command"] = result["changes"] and train_command(words, result["changes"])
-    if topology:
-        result["topology"] = topology
     facts = {"name": machine.name, "source": machine.source}
     result["machine"] = facts | {"memory_bytes": round(machine.memory_bytes)}
+    result |= topology
     print(json.dumps(result, indent=1) if "--json" in flags else "\n".join(plan_lines(result)))
 
 
@@ -162,19 +164,13 @@ def plan_lines(result: dict[str, Any]) -> list[str]:
         table = [[title, *columns]]
         for name, row in rows.items():
             row = row | row["bytes_per_device"]
-            row |= {key: row[key] / unit for key, unit in UNITS.items() if key in row}
+            row |= {k: row[k] / 2**30 for k in (*PARTS, "wire_bytes_per_step") if k in row}
             row["fits"] = {True: "yes", False: "no", None: "not known"}[row["fits"]]
             table.append([name, *map(format_cell, map(row.get, columns.values()))])
         lines.append(align_columns(table))
-    if topology := result.get("topology"):
-        line = f"topology  tensor parallelism inside {topology['islands']}"
-        lines.append(f"{line}, slowest link of a ring {topology['slowest_ring_link']}")
-    if changes := result["changes"]:
-        best = " ".join(f"{key}={value}" for key, value in changes.items())
-        return [*lines, f"best      {best}", f"command   {result['command']}"]
-    if any(row["fits"] is None for row in rows.values()):
-        return [*lines, "best      not known; try: the run with trainer.fast_dev_run=true"]
-    return [*lines, "best      nothing fits: more devices, or a smaller model"]
+    lines += [f"topology  {key} {value}" for key, value in result.get("topology", {}).items()]
+    none = "none is known to fit; try: more devices, a smaller model, or trainer.fast_dev_run=true"
+    return [*lines, f"best      {result['command'] or none}"]
 
 
 if __name__ == "__main__":
