@@ -88,11 +88,11 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
 
     with as_config_errors(cfg, "topology"):
         links = parse_topology(Path(source).read_text() if source else text)
-    topology = {"islands": find_islands(links), "slowest_ring_link": slowest_ring_link(links)}
-    if links and speed(topology["slowest_ring_link"]) < 0:
+    islands, slowest = find_islands(links), slowest_ring_link(links)
+    if slowest and speed(slowest) < 0:
         # Only some GPUs have NVLinks to each other. Rings through more GPUs use PCIe.
-        machine = replace(machine, island=max(map(len, topology["islands"])), host=LINKS["pcie4"])
-    return machine, {"topology": topology} if links else {}
+        machine = replace(machine, island=max(map(len, islands)), host=LINKS["pcie4"])
+    return machine, {"topology": {"islands": islands, "slowest_ring_link": slowest}}
 
 
 def nvidia_smi(*arguments: str) -> str:
