@@ -18,7 +18,7 @@ from gptrain.data import Tokenizer, load_tokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, quote_text
 from gptrain.text.chat import CHATML, ChatFormat
 from gptrain.text.sampling import Sampling
-from gptrain.text.writing import Writer, cut_at_stop, decode_pieces
+from gptrain.text.writing import Writer, decode_until
 from tests.conftest import CORPUS
 
 BYTES = load_tokenizer("bytes")
@@ -53,8 +53,7 @@ def pieces(tokens, n_prompt=1, stop=(), tokenizer=BYTES) -> list[str]:
             shown.append("")
             yield token
 
-    text = decode_pieces(tokenizer, list(tokens[:n_prompt]), one_by_one())
-    for piece in cut_at_stop(stop, text):
+    for piece in decode_until(tokenizer, list(tokens[:n_prompt]), one_by_one(), stop):
         shown[-1] += piece
     return shown
 

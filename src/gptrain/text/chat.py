@@ -89,8 +89,7 @@ class ChatFormat:
                 before = self._render(messages[:number], True)
                 through = self._render(messages[: number + 1], False).rstrip()
                 if not (text.startswith(through) and through.startswith(before)):
-                    place = f"message {number + 1}"
-                    raise DataError(f"the chat template changes {place} when others follow it")
+                    raise DataError(f"the chat template rewrites message {number + 1} later")
                 # A token may begin with the white space before the answer.
                 begins = (starts >= len(before)) | (following > len(before))
                 is_target |= begins & (starts < len(through))

@@ -2,6 +2,7 @@
 
 # B sequences, T tokens so far, V vocab
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,13 +50,10 @@ class Sampling:
         if self.top_k is self.top_p is None:
             return probabilities  # no sort: for 50,000 tokens it takes longer than a small net
         ranked, order = probabilities.sort(descending=True, stable=True)
-        kept = torch.ones_like(ranked, dtype=torch.bool)
-        if self.top_k is not None:
-            kept[:, self.top_k :] = False
-        if self.top_p is not None:
-            # Keep a token if the more probable tokens together do not reach top_p.
-            kept &= ranked.cumsum(-1) - ranked < self.top_p
-        return torch.zeros_like(ranked).scatter(-1, order, ranked * kept)
+        # Keep a token if the more probable tokens together do not reach top_p.
+        ranked[ranked.cumsum(-1) - ranked >= (self.top_p or math.inf)] = 0
+        ranked[:, self.top_k or ranked.shape[-1] :] = 0
+        return torch.zeros_like(ranked).scatter(-1, order, ranked)
 
 
 @torch.no_grad()
@@ -81,8 +79,7 @@ def generate(
     """
     tokens = new = torch.tensor([prompt], device=generator.device)  # (1, T)
     limit = getattr(net, "max_seq_len", None) or 2**40  # no limit: longer than any text
-    new_cache = getattr(net, "new_cache", None)
-    kv_cache = new_cache() if cache and new_cache else None
+    kv_cache = getattr(net, "new_cache", lambda: None)() if cache else None
     was_training = net.training
     net.eval()
     try:

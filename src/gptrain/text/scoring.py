@@ -36,8 +36,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """Perplexity per token: exp(nats / number of scored tokens). NaN without a scored token."""
-        n_tokens = len(self.log_probs)
-        return math.exp(self.nats / n_tokens) if n_tokens else math.nan
+        return self.log_probs.double().mean().neg().exp().item()
 
     @property
     def bits_per_byte(self) -> float:
@@ -103,7 +102,7 @@ def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
     parts = [tokens.new_zeros(0, dtype=torch.float32)]
     n_done = 0  # number of targets that are scored, of tokens[1:]
     while n_done < len(tokens) - 1:
-        start = max(0, n_done - context + 1) if n_done else 0
+        start = max(0, n_done - context + 1)
         window = tokens[start : start + limit + 1]
         logits = net(window[None, :-1])[0, n_done - start :]  # (T + 1 - context, V)
         parts.append(-token_losses(logits, window[n_done - start + 1 :], 0.0, 0.0))

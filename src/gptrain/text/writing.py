@@ -91,7 +91,7 @@ class Writer:
             self.net, tokens, self.n_tokens, self.sampling, self.generator, True, stop_ids
         )
         text = ""
-        for piece in cut_at_stop(self.stop, decode_pieces(self.tokenizer, tokens, drawn)):
+        for piece in decode_until(self.tokenizer, tokens, drawn, self.stop):
             text += piece
             yield piece
         self.messages += [question, {"role": "assistant", "content": text}]
@@ -111,51 +111,36 @@ class Writer:
         Ctrl-C ends the current answer. A DataError of `answer` is printed to stderr, and the next
         line is read.
         """
-        is_terminal = sys.stdin.isatty()
+        mark = "> " if sys.stdin.isatty() else ""
         while True:
             try:
-                self.write(input("> " if is_terminal else ""))
+                self.write(input(mark))
             except DataError as error:
                 print(ending_of(error).line, file=sys.stderr)
             except KeyboardInterrupt:
                 print(" (press Ctrl-D to quit)")
             except EOFError:
-                if is_terminal:
-                    print()
-                return
+                return print(end="\n" if mark else "")
 
 
-def decode_pieces(
-    tokenizer: Tokenizer, prompt: list[int], new_tokens: Iterable[int]
+def decode_until(
+    tokenizer: Tokenizer, prompt: list[int], drawn: Iterable[int], stop: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the text that each new token adds to that of the prompt's tokens.
+    """Yield the text that tokens add to that of a prompt, in pieces, up to the first stop text.
 
-    A character of several tokens is yielded when its last token is known.
+    A character of several tokens is yielded when its last token is known. As many characters are
+    held back as may be the beginning of a stop text.
     """
     tokens = prompt[-8:]  # the text of a token may depend on the tokens before it
-    shown = tokenizer.decode(tokens)
-    for token in new_tokens:
+    n_before, n_shown, text = len(tokenizer.decode(tokens)), 0, ""
+    n_held = max(map(len, stop), default=1) - 1
+    for token in drawn:
         tokens.append(token)
-        text = tokenizer.decode(tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            tokens = tokens[-8:]
-            shown = tokenizer.decode(tokens)
-    yield tokenizer.decode(tokens)[len(shown) :]
-
-
-def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
-    """Yield pieces of text up to the first stop text, without it, as soon as they are known."""
-    pending = ""
-    for piece in pieces:
-        pending += piece
-        positions = [pending.index(text) for text in stop if text in pending]
-        if positions:
-            yield pending[: min(positions)]
-            return
-        # Lengths of the beginnings of stop texts with which the pending text ends
-        open_lengths = (n for text in stop for n in range(len(text)) if pending.endswith(text[:n]))
-        n_safe = len(pending) - max(open_lengths, default=0)
-        yield pending[:n_safe]
-        pending = pending[n_safe:]
-    yield pending
+        text = tokenizer.decode(tokens)[n_before:]
+        if starts := [text.index(end) for end in stop if end in text]:
+            text = text[: min(starts)]
+            break
+        n_known = max(n_shown, len(text.rstrip("\N{REPLACEMENT CHARACTER}")) - n_held)
+        yield text[n_shown:n_known]
+        n_shown = n_known
+    yield text[n_shown:]
