@@ -22,7 +22,6 @@ from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
 from gptrain.data.sources import format_of, read_records
 from gptrain.lit.lightning import data_of
-from gptrain.lit.loggers import log_note
 from gptrain.loss import IGNORED
 from gptrain.text.chat import ChatFormat, EncodedChat
 from gptrain.text.sampling import terminal_text
@@ -149,12 +148,11 @@ class ChatDataset(Dataset):
 
 
 class ShowExample(Callback):
-    """Shows one conversation of the training set at the start, and in TensorBoard."""
+    """Shows one conversation of the training set at the start."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the example on rank 0."""
         text = cast(ChatDataset, data_of(trainer).train).example()
-        log_note(trainer, "example", text)
         if trainer.is_global_zero:
             log.info(labels.line("example", text))
 

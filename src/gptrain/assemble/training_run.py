@@ -3,7 +3,6 @@
 import functools
 import logging
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -23,10 +22,8 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.module import peak_lr
-from gptrain.assemble.resume import typed_keys
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.status import RESULT_NAME, write_result
-from gptrain.config.from_run import NOT_TAKEN
 from gptrain.core import labels, shell
 from gptrain.core.lengths import RunLengths
 from gptrain.core.locations import LIBRARY, find_project
@@ -94,7 +91,7 @@ class TrainingRun:
         for label, text in self._start_lines() if trainer.is_global_zero else ():
             log.info(labels.line(label, text))
         for logger in trainer.loggers:
-            logger.log_hyperparams(cfg.plain() | {"typed": typed_options(cfg)})
+            logger.log_hyperparams(cfg.plain())
         with as_config_errors(cfg), misconfiguration_as_config_error():
             if cfg.task == "fit":
                 trainer.fit(self.module, datamodule=self.datamodule)
@@ -227,20 +224,6 @@ class TrainingRun:
                 value = trainer.callback_metrics[part.monitor]
                 return "early stop", f"{part.monitor}={value:.4g} {why}, at step {step}"
         return "stopped", f"by a callback or the module (trainer.should_stop), at step {step}"
-
-
-def typed_options(cfg: RunConfig) -> dict[str, Any]:
-    """Return the typed overrides that distinguish this run from others, by key.
-
-    Output paths are left out, and in a sweep the overrides that all jobs share.
-    """
-    typed: dict[str, Any] = {}
-    shared = HydraConfig.get().job.config.override_dirname.exclude_keys if typed_keys() else ()
-    for key, text in typed_keys().items():
-        if not {re.split("[./]", key)[0], key} & {*NOT_TAKEN, *shared} and key[0] != "~":
-            value = cfg.value_of(key)
-            typed[key] = value if isinstance(value, int | float | str) else text
-    return typed
 
 
 def describe_run(devices: RunDevices) -> dict[str, Any]:

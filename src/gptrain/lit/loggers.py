@@ -1,20 +1,16 @@
 """Loggers that write into the run folder, and continue the same curves when a run resumes.
 
 A value has one name everywhere: in metrics.jsonl, in TensorBoard, as `checkpoint.monitor` and on
-the console. Every Lightning logger works. gptrain calls two more methods if a logger has them:
-
-- `discard_after(step)`, at the start of training, with the number of optimizer steps done. A
-  resumed run repeats the steps after its checkpoint, so the logger removes their points.
-- `log_note(name, text, step)`, with sampled text. `step` is the number of optimizer steps done.
+the console. Every Lightning logger works. If a logger has a method `discard_after(step)`, gptrain
+calls it at the start of training with the number of optimizer steps done: a resumed run repeats the
+steps after its checkpoint, so the logger removes their points.
 """
 
 import math
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -24,15 +20,7 @@ from gptrain.checkpoints.files import Row
 from gptrain.checkpoints.lock import read_run_id
 
 STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
-COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # metric columns of the HPARAMS tab
 FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
-
-
-def log_note(trainer: Trainer, name: str, text: str) -> None:
-    """Pass a text to each logger that has a `log_note` method, with the number of steps done."""
-    for logger in trainer.loggers:
-        if write_note := getattr(logger, "log_note", None):
-            write_note(name, text, trainer.global_step)
 
 
 class JsonLinesLogger(Logger):
@@ -88,24 +76,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         super().__init__(
             save_dir=save_dir, name="", version="", default_hp_metric=False, flush_secs=FLUSH_S
         )
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write one point per metric, on rank 0. Does nothing without a step."""
-        if step is not None:
-            super().log_metrics(metrics, step)
-
-    @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Write overrides (`params["typed"]`) and metric columns to the HPARAMS tab, on rank 0."""
-        if "typed" in params:
-            # These values only name the columns. Without a step they draw no point.
-            columns = dict.fromkeys((params["objective"], *COMPARED), 0.0)
-            super().log_hyperparams(params["typed"], columns)
-
-    @rank_zero_only
-    def log_note(self, name: str, text: str, step: int) -> None:
-        """Write a text as it is into the TEXT tab. TensorBoard opens its first section, `run`."""
-        self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
