@@ -201,7 +201,6 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             seed=cfg.seed,
             rank=dims.data_rank(process.rank),
             world_size=dims.data,
-            ranks_per_sample=dims.ranks_per_sample,
             equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
             vocab_size=cfg.model.arguments.get("vocab_size"),
             num_workers=cfg.data.num_workers,

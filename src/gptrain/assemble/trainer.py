@@ -29,6 +29,7 @@ from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresum
 from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.user_data import UserData
+from gptrain.parallel.mesh import LONG_PHASE_S
 from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -134,7 +135,7 @@ def build_callbacks(
         timeline,
         StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips),
         checkpoints,
-        compiles=cfg.model.compile != "none",
+        compile_s=LONG_PHASE_S if cfg.model.compile != "none" else 0.0,
         seed=cfg.seed + 1,
     )
     last = [] if checkpoints is None else [checkpoints]

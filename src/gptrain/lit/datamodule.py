@@ -36,7 +36,6 @@ class TextDataModule(pl.LightningDataModule):
         lengths: Lengths of the run: its batches, its steps and the steps of an epoch.
         seed: Seed of the training order and, with the rank, of the data workers.
         rank: Index of this rank among the `world_size` data ranks, which read different samples.
-        ranks_per_sample: Number of neighbouring ranks that read the same samples.
         equal_lengths: Names of the datasets ("train", "val", "test") whose samples must all have as
             many positions as the first one, because a step of LanguageModel itself reads them.
         vocab_size: Number of token ids V of the net. In the datasets in `equal_lengths`, a token
@@ -60,7 +59,6 @@ class TextDataModule(pl.LightningDataModule):
     seed: int
     rank: int = 0
     world_size: int = 1
-    ranks_per_sample: int = 1
     equal_lengths: Collection[str] = ()
     vocab_size: int | None = None
     num_workers: int = 0
@@ -122,9 +120,7 @@ class TextDataModule(pl.LightningDataModule):
             positions = state_dict["stream"]
             if len(positions) != self.world_size:
                 message = f"the stream was divided over {len(positions)} ranks that read other data"
-                n_ranks = len(positions) * self.ranks_per_sample
-                hint = f"trainer.num_nodes=1 trainer.devices={n_ranks}"
-                raise ConfigError.of("trainer.devices", None, message, hint=hint)
+                raise ConfigError.of("trainer.devices", None, f"{message}, not {self.world_size}")
             self.positions.start = positions[self.rank]
 
     def train_dataloader(self) -> DataLoader:
@@ -190,7 +186,6 @@ class TextDataModule(pl.LightningDataModule):
             # not fork by default.
             multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
         )
-        loader.name = name
         return loader
 
 
@@ -206,7 +201,6 @@ class Loader(DataLoader):
             the number of a training step when the step begins.
     """
 
-    name = "data"
     waited_s = 0.0
     read_ahead = 1
     positions: StreamPositions | None = None

@@ -15,6 +15,7 @@ which costs one synchronization with the device per step.
 import logging
 import math
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal, cast
 
 import torch
@@ -94,7 +95,6 @@ class StepGuard:
 
     def __post_init__(self) -> None:
         self._n_skipped = torch.tensor(0)  # steps that were refused in a row
-        self._step = -1  # last step that was decided
         # Step -> whether it is of each of KINDS and whether it ends the run, since the last `read`.
         self._flags: dict[int, Tensor] = {}
 
@@ -116,18 +116,13 @@ class StepGuard:
     def decide(self, optimizer: Optimizer) -> None:
         """Make the optimizer leave out its update of the current step if the step is bad.
 
-        All ranks must call it, after the gradient norm was computed. A second call for the same
-        step replaces the first. Raises the errors of `read` at once if the optimizer cannot skip
-        the update on the device: it does not read `found_inf`, a loss scaler sets that attribute,
-        or the parameters are offloaded.
+        All ranks must call it once per step, after the gradient norm was computed. Raises the
+        errors of `read` at once if the optimizer cannot skip the update on the device: it does not
+        read `found_inf`, a loss scaler sets that attribute, or the parameters are offloaded.
         """
         strategy = strategy_of(self.trainer)
         norm = cast(Tensor, strategy.grad_norm)  # `GPTStrategy.clip` has measured it
         step = self.trainer.global_step
-        if step != self._step:
-            self._step = step
-            self._before = self._n_skipped, self._has_ended
-        n_skipped, has_ended = self._before
         is_bad = ~norm.isfinite()
         is_spike = torch.zeros_like(is_bad)
         if self.on_spike != "none":
@@ -138,11 +133,11 @@ class StepGuard:
                 dist.all_reduce(loss)
             is_spike = self.spikes.flag(loss, norm, step)
         is_refused = is_bad | is_spike if self.on_spike == "skip" else is_bad
-        self._n_skipped = (n_skipped + 1) * is_refused
+        self._n_skipped = (self._n_skipped + 1) * is_refused
         ends = self._n_skipped >= self.max_skips
         if self.on_nonfinite == "stop" and not self._is_scaled:
             ends = ends | is_bad
-        self._has_ended = has_ended | ends
+        self._has_ended |= ends
         has_no_target = strategy.step_mean.n_targets == 0
         self._flags[step] = torch.stack((is_bad, is_spike, has_no_target, ends))
         if self._is_deferred:
@@ -166,23 +161,16 @@ class StepGuard:
         if not self._flags:
             return
         rows = torch.stack([*self._flags.values()]).tolist()
-        for step, (is_bad, _, has_no_target, ends) in zip(self._flags, rows, strict=True):
+        for step, (is_bad, is_spike, has_no_target, ends) in zip(self._flags, rows, strict=True):
             if ends:
                 raise self._error(step, is_spike=not is_bad)
             if has_no_target and step == 0:
                 needed = "targets[t] = tokens[t + 1], and -100 only where no loss is counted"
                 samples = self._samples(0)
                 raise DataError(f"data.train: {NO_TARGET} in step 0{samples}; needed: {needed}")
-        skipped = KINDS[:2] if self.on_spike == "skip" else KINDS[:1]
-        for number, kind in enumerate(KINDS):
-            found = [step for step, row in zip(self._flags, rows, strict=True) if row[number]]
             # A loss scaler skips steps as long as it seeks its scale, which is no news.
-            is_news = found and not (self._is_scaled and kind == KINDS[0])
-            if is_news and self.trainer.is_global_zero:
-                steps = labels.count_text(len(found), "step")
-                what = f"{steps} {kind}{' and skipped' if kind in skipped else ''}"
-                samples = self._samples(found[-1])
-                log.error("warning: %s, the last one step %d%s", what, found[-1], samples)
+            for kind in compress(KINDS, (is_bad and not self._is_scaled, is_spike, has_no_target)):
+                log.warning("warning: step %d is %s%s", step, kind, self._samples(step))
         self._flags = {}
 
     def state_dict(self) -> dict[str, Any]:

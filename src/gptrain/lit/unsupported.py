@@ -21,8 +21,6 @@ REFUSED: dict[type[Callback], str] = {
     of_lightning.SpikeDetection: "on_spike=skip",
     # No task of a run calls trainer.predict.
     of_lightning.BasePredictionWriter: "python -m gptrain.generate",
-    # It saves with all ranks, also if one rank fails alone.
-    of_lightning.OnExceptionCheckpoint: "checkpoint.every_n_steps=<n>, or one rank",
     # It averages the full net, of which each rank of some strategies holds a part.
     of_lightning.WeightAveraging: "strategy=single or strategy=ddp",
 }
@@ -30,13 +28,10 @@ REFUSED: dict[type[Callback], str] = {
 
 def check_supported(trainer: Trainer) -> None:
     """Raise a ConfigError if a callback is in the table, also one that code of the user added."""
-    supported = {
-        of_lightning.OnExceptionCheckpoint: trainer.world_size == 1,
-        of_lightning.WeightAveraging: not strategy_of(trainer).parallel.is_partitioned,
-    }
+    is_partitioned = strategy_of(trainer).parallel.is_partitioned
     for callback in callbacks_of(trainer):
         for kind, hint in REFUSED.items():
-            if isinstance(callback, kind) and not supported.get(kind, False):
-                callbacks_of(trainer).remove(callback)  # its on_exception would act on this error
+            is_refused = is_partitioned or kind is not of_lightning.WeightAveraging
+            if isinstance(callback, kind) and is_refused:
                 message = f"{kind.__name__} does not work in this run"
                 raise ConfigError.of("callbacks", type(callback).__name__, message, hint=hint)

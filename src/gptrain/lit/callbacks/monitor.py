@@ -20,11 +20,8 @@ from gptrain.lit.loggers import STEP, JsonLinesLogger
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.unsupported import check_supported
-from gptrain.parallel.mesh import LONG_PHASE_S
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
-
-COMPILING_S = LONG_PHASE_S  # time that a first step may take to compile the model, in seconds
 
 
 @dataclass(eq=False)
@@ -63,7 +60,7 @@ class TrainingMonitor(Callback):
         step_guard: Object that decides whether the optimizer takes each step.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
         seed: Seed of the run. In a fit each rank is seeded with the sum of it and the rank.
-        compiles: Whether the first steps compile the model, so that the watchdog must wait.
+        compile_s: Time for which the watchdog waits for the first steps to compile the model.
         first_step: Number of optimizer steps done when training started. None if it did not start.
     """
 
@@ -74,13 +71,12 @@ class TrainingMonitor(Callback):
     timeline: Timeline
     step_guard: StepGuard
     checkpoints: Checkpoints | None
-    compiles: bool
+    compile_s: float
     seed: int
 
     def __post_init__(self) -> None:
         self.speed: Speed
         self.first_step: int | None = None
-        self.compile_s = COMPILING_S if self.compiles else 0.0
         self.votes = Vote()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group

@@ -37,11 +37,6 @@ class ProgressBar(TQDMProgressBar):
         # The default lock of tqdm is a multiprocessing semaphore, which a killed rank would leak.
         tqdm.set_lock(threading.RLock())
 
-    def on_train_start(self, *args: Any) -> None:
-        """Start the bar of the training. Without a terminal, the first step prints a line."""
-        super().on_train_start(*args)
-        self._printed_s = -math.inf
-
     def show_step(self, trainer: Trainer, values: Mapping[str, Any], lengths: RunLengths) -> None:
         """Show the logged values of a step in the bar, or print them if a line is due."""
         step, n_steps = trainer.global_step, lengths.n_steps

@@ -32,7 +32,6 @@ from gptrain.parallel.step_mean import StepMean
 
 # Hooks in which a module or a data module may change a batch after it was loaded.
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-PARTS = "a rank holds a part of the net only; strategy=ddp has all weights on each rank"
 
 
 class GPTStrategy(SavingStrategy):
@@ -113,7 +112,7 @@ class GPTStrategy(SavingStrategy):
     ) -> Tensor:
         """Keep the loss for the mean of the step, and run Lightning's backward pass."""
         if isinstance(closure_loss, DTensor):
-            message = f"training_step adds weights to the loss; {PARTS}"
+            message = "training_step adds weights to the loss: a rank holds a part of the net only"
             raise IncompatibleModelError("strategy.name", message)
         batch_idx = self.module.trainer.fit_loop.batch_idx
         self.step_mean.losses[batch_idx] = closure_loss.detach()
@@ -123,12 +122,13 @@ class GPTStrategy(SavingStrategy):
         """Complete the gradients before hooks read them, and average the losses. Collective."""
         self.parallel.finish_gradients()
         self.step_mean.reduce(self.module.trainer.accumulate_grad_batches)
+        self.grad_norm = None
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
         """Clip the finished gradients of a step, and decide whether the step is taken. Collective.
 
-        The norm before clipping is stored in `grad_norm`. A module that clips in its own way may
-        call it again. A `max_norm` of None or 0 only measures the norm.
+        The first call of a step stores the norm before clipping in `grad_norm`, and decides. A
+        module that clips in its own way may call it again. A `max_norm` of None or 0 only measures.
 
         Raises:
             RefusedStepError: If this step ends the run, and the optimizer cannot skip an update on
@@ -136,8 +136,10 @@ class GPTStrategy(SavingStrategy):
             DataError: In the same case, if step 0 of the run has no target.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm)
-        self.decide_step(optimizer)
+        norm = self.parallel.measure_and_clip(parameters, max_norm)
+        if self.grad_norm is None:
+            self.grad_norm = norm
+            self.decide_step(optimizer)
 
     def teardown(self) -> None:
         """Tear down the precision plugin and the accelerator, but leave the net on its device.
