@@ -105,13 +105,11 @@ class StepGuard:
         strategy.decide_step = self.decide
         self._n_skipped = self._n_skipped.to(strategy.root_device)
         self._has_ended = self._n_skipped < 0  # False
-        optimizer = trainer.optimizers[0]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # The loss scaler of 16-mixed sets found_inf itself, and the host waits for it in each step.
         # With FSDP's CPU offload the host waits for the gradients.
         self._is_scaled = find_precision(trainer.precision).has_loss_scaler
-        is_on_device = all(p.device == strategy.root_device for p in parameters)
-        self._is_deferred = skips_on_device(optimizer) and not self._is_scaled and is_on_device
+        waits = self._is_scaled or getattr(strategy.parallel.options, "cpu_offload", False)
+        self._is_deferred = skips_on_device(trainer.optimizers[0]) and not waits
 
     def decide(self, optimizer: Optimizer) -> None:
         """Make the optimizer leave out its update of the current step if the step is bad.

@@ -75,12 +75,11 @@ class TrainingMonitor(Callback):
     seed: int
 
     def __post_init__(self) -> None:
-        self.speed: Speed
         self.first_step: int | None = None
         self.votes = Vote()
-        self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
         self._beat = self.guard.beat
+        self.stopping = False  # the ranks have agreed to stop
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -102,16 +101,14 @@ class TrainingMonitor(Callback):
         self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
         if not pl_module.automatic_optimization:
-            message = "automatic_optimization=False, but Lightning's loop counts the steps; use one"
-            hint = "optimizer with several parameter groups"
-            raise IncompatibleModelError("module._target_", f"{message} {hint}")
+            message = "automatic_optimization=False; use one optimizer with parameter groups"
+            raise IncompatibleModelError("module._target_", message)
         self.step_guard.start(trainer)
         # Lightning will call `LanguageModel.clip_gradients`, and so `strategy.clip`, also without
         # a largest norm. In all other cases this callback measures the norm.
         self._clips_itself = is_overridden("configure_gradient_clipping", pl_module)
-        is_by_value = trainer.gradient_clip_algorithm == "value"
-        is_clipped = isinstance(pl_module, LanguageModel) and not is_by_value
-        self._measures_norm = self._clips_itself or not is_clipped
+        is_other = self._clips_itself or trainer.gradient_clip_algorithm == "value"
+        self._measures_norm = is_other or not isinstance(pl_module, LanguageModel)
         self.first_step = trainer.global_step
         for logger in trainer.loggers:
             if discard := getattr(logger, "discard_after", None):
@@ -279,11 +276,10 @@ class TrainingMonitor(Callback):
 
     def _vote(self, trainer: Trainer) -> None:
         """Vote on stopping and on saving, and apply the results of the previous vote."""
-        wants_stop = bool(self.guard.stop)
         checkpoints = self.checkpoints
         wants_save = checkpoints is not None and checkpoints.votes_to_save(trainer)
         is_writing = checkpoints is None or not checkpoints.store.is_written
-        votes = self.votes.ask(wants_stop, wants_save, is_writing)
+        votes = self.votes.ask(bool(self.guard.stop), wants_save, is_writing)
         stops, saves, is_writing = votes or (False, False, True)
         self.stopping |= stops
         if checkpoints is not None:

@@ -23,7 +23,7 @@ class ProgressBar(TQDMProgressBar):
     """Lightning's tqdm bar in a terminal, with the values of the last logged step.
 
     If the output is not a terminal, lines are printed instead: after the first and the last step,
-    and, at most every `every_s` seconds, after a logged step and between batches of an evaluation.
+    and after a logged step if the last line is `every_s` seconds old.
     """
 
     def __init__(self, every_s: float = 30.0):
@@ -48,9 +48,12 @@ class ProgressBar(TQDMProgressBar):
         if n_steps:
             left_s = (n_steps - step) * values["perf/step_s"]
             self._shown["left"] = timedelta(seconds=round(left_s))
-        shown = self.get_metrics(trainer, trainer.lightning_module).items()
-        words = " · ".join(f"{name} {value}" for name, value in shown)
-        self._print("step", words.removeprefix("step "), is_last=trainer.should_stop)
+        is_due = trainer.should_stop or time.monotonic() >= self._printed_s + self.every_s
+        if is_due and not self.in_terminal:
+            shown = self.get_metrics(trainer, trainer.lightning_module).items()
+            words = " · ".join(f"{name} {value}" for name, value in shown)
+            log.info(labels.line("step", words.removeprefix("step ")))
+            self._printed_s = time.monotonic()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the values of the last logged step, and those logged with prog_bar=True."""
@@ -58,25 +61,7 @@ class ProgressBar(TQDMProgressBar):
         values.pop("v_num", None)  # version of a logger
         return values
 
-    def on_validation_batch_start(self, *args: Any, **options: Any) -> None:
-        """Update the bar of a validation, or print how far it is."""
-        super().on_validation_batch_start(*args, **options)
-        label = "check" if self.trainer.sanity_checking else "validate"
-        self._print(label, f"{args[3]}/{self.total_val_batches_current_dataloader} batches")
-
-    def on_test_batch_start(self, *args: Any, **options: Any) -> None:
-        """Update the bar of a test, or print how far it is."""
-        super().on_test_batch_start(*args, **options)
-        self._print("test", f"{args[3]}/{self.total_test_batches_current_dataloader} batches")
-
     def on_exception(self, *_: Any, **__: Any) -> None:
         """Close the bar, so that the error message begins on a new line."""
         if self._train_progress_bar is not None:
             self._train_progress_bar.close()
-
-    def _print(self, label: str, text: str, is_last: bool = False) -> None:
-        """Print a line if it is due, unless a bar is shown in a terminal."""
-        now_s = time.monotonic()
-        if not self.in_terminal and (is_last or now_s >= self._printed_s + self.every_s):
-            log.info(labels.line(label, text))
-            self._printed_s = now_s

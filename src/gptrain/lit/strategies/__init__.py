@@ -18,8 +18,6 @@ from gptrain.parallel.compare import Comparison, is_of_library
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.placement import allocate, build_on_meta_device, make_net_on
 
-__all__ = ["GPTStrategy", "build_strategy"]
-
 
 def build_strategy(
     make_net: Callable[[], nn.Module],
