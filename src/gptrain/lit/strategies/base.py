@@ -95,6 +95,7 @@ class GPTStrategy(SavingStrategy):
             return
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        self.grad_norm = None
         counts = getattr(trainer.train_dataloader, "step_targets", None)
         n_targets = counts.pop(0) if counts else None
         self.step_mean.begin_step(n_targets or 0, trainer.accumulate_grad_batches)
@@ -122,7 +123,6 @@ class GPTStrategy(SavingStrategy):
         """Complete the gradients before hooks read them, and average the losses. Collective."""
         self.parallel.finish_gradients()
         self.step_mean.reduce(self.module.trainer.accumulate_grad_batches)
-        self.grad_norm = None
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
         """Clip the finished gradients of a step, and decide whether the step is taken. Collective.
