@@ -113,7 +113,7 @@ class GPTStrategy(SavingStrategy):
     ) -> Tensor:
         """Keep the loss for the mean of the step, and run Lightning's backward pass."""
         if isinstance(closure_loss, DTensor):
-            message = "training_step adds weights to the loss, of which each rank has a part"
+            message = "training_step adds weights that are split over ranks; try: strategy=ddp"
             raise IncompatibleModelError("strategy.name", message)
         batch_idx = self.module.trainer.fit_loop.batch_idx
         self.step_mean.losses[batch_idx] = closure_loss.detach()
