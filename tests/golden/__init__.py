@@ -31,9 +31,8 @@ MASKS = {
     r"'<root>/([\w/.]+)'": r"<root>/\1",  # quoted where the path of the project has a space
     r"step-\d{8}": "step-<n>",
     r"data/[0-9a-f]{16}\b": "data/<state of the files>",
-    # A line is printed after some seconds, too: keep the first and the last step.
+    # A line is printed after some seconds, too: keep the first and the last one.
     r"(?m)^.*\bstep      (?!1/)(\d+)/(?!\1 ).*\n": "",
-    r"(?m)^.*\b(validate  |test      )\d+/\d+ batches\n": "",
     r"(?<=sample    )\n( {10}.*\n)+": "<text>\n",
 }
 
