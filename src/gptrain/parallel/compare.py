@@ -149,15 +149,9 @@ class Comparison:
             return reason
         parallel = copy(self.parallel)
         parallel.precision = "32-true"  # FSDP then keeps the dtype of the comparison
-
-        def prepare_and_partition(net: nn.Module) -> None:
-            prepare_net(net, parallel)
-            parallel.partition(net, self.mode, compile="none")
-
         try:
-            _seed()
-            net: Any = make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)
-            self._add_noise_and_seed(net)
+            net = self._build(parallel.weights_device)
+            parallel.partition(net, self.mode, compile="none")
             chunks = [logits for logits, _ in parallel.logits(net, batch)]
             if any(parameter.requires_grad for parameter in self.full_net.parameters()):
                 _seed()
@@ -185,12 +179,9 @@ class Comparison:
         training: bool = False,
     ) -> tuple[Tensors, str]:
         """Return what a plain net computes and changes, and the cause if it fails."""
-        make_net, parallel = self.make_net, self.parallel
         try:
-            _seed()
-            net = make_net_on(parallel.device, make_net, lambda net: prepare_net(net, parallel))
-            apply_activation_checkpointing(net.train(training), activation_checkpointing)
-            self._add_noise_and_seed(net)
+            net = self._build(self.parallel.device).train(training)
+            apply_activation_checkpointing(net, activation_checkpointing)
             logits = compute_logits(net, batch.tokens, batch.targets).flatten(0, -2)
             if logits.requires_grad:
                 F.cross_entropy(logits, batch.targets.flatten()).backward()
@@ -201,18 +192,19 @@ class Comparison:
         results |= {f"the buffer {name}": buffer for name, buffer in net.named_buffers()}
         return results | self._gradients(net), ""
 
-    @torch.no_grad()
-    def _add_noise_and_seed(self, net: nn.Module) -> None:
-        """Add noise to all parameters of a net, and seed the generators that it may use."""
-        device = self.parallel.device
-        for name, parameter in self._parameters(net).items():
-            if parameter.is_floating_point():
-                generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-                noise = torch.randn(parameter.shape, generator=generator, device=device)
-                noise *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
-                noise = shard_like(noise.to(parameter.device, parameter.dtype), parameter)
-                local_shard(parameter).add_(local_shard(noise))
+    def _build(self, device: torch.device | str) -> Any:
+        """Build the plain net with noise in its weights, and seed the generators it may use."""
         _seed()
+        net = make_net_on(device, self.make_net, lambda net: prepare_net(net, self.parallel))
+        on = self.parallel.device
+        for name, parameter in net.named_parameters():
+            if parameter.is_floating_point():
+                generator = torch.Generator(on).manual_seed(zlib.crc32(name.encode()))
+                noise = torch.randn(parameter.shape, generator=generator, device=on)
+                noise *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
+                parameter.data += noise.to(parameter)
+        _seed()
+        return net
 
     def _parameters(self, net: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters of a net by their first names in the full net, the last first."""
