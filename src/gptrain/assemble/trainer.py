@@ -129,7 +129,6 @@ def build_callbacks(
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
-        lengths,
         cfg.model.plain(),
         guard,
         timeline,

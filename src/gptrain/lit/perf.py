@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from gptrain.core.lengths import RunLengths
 from gptrain.costs.net import train_flops_per_token
 from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.lit.measure import find_peak, wait_for
@@ -26,9 +25,9 @@ class Speed:
     peak: tuple[float, str] | None = None
     _token_flops = 0
 
-    def __init__(self, lengths: RunLengths, trainer: pl.Trainer, net: nn.Module | None):
-        self.lengths = lengths
+    def __init__(self, trainer: pl.Trainer, net: nn.Module | None):
         self.trainer = trainer
+        self.lengths = data_of(trainer).lengths
         self.device = trainer.strategy.root_device
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
@@ -36,7 +35,7 @@ class Speed:
             width = getattr(net, "n_heads", 0) * d_head if d_head else getattr(net, "d_model", 0)
             n_weights = count_matrix_weights(strategy_of(trainer).full_net)
             n_layers = getattr(net, "n_layers", 0)
-            seq_len = lengths.sample_tokens
+            seq_len = self.lengths.sample_tokens
             self._token_flops = train_flops_per_token(n_weights, n_layers, width, seq_len)
         if trainer.is_global_zero:
             self.peak = find_peak(self.device, trainer.precision)

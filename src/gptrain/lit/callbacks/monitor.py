@@ -10,12 +10,11 @@ from torch.optim import Optimizer
 
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.timeline import Timeline
-from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.guard import StepGuard
-from gptrain.lit.lightning import ends_step, is_validated, strategy_of
+from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
@@ -52,7 +51,6 @@ class TrainingMonitor(Callback):
 
     Attributes:
         every_n_steps: Optimizer steps between two logged steps.
-        lengths: Length of the run.
         model_config: `model` group of the config, which every checkpoint contains, so that a net
             can be built from it alone.
         guard: Watchdog of this rank. It has the flag that a stop signal sets.
@@ -65,7 +63,6 @@ class TrainingMonitor(Callback):
     """
 
     every_n_steps: int
-    lengths: RunLengths
     model_config: dict[str, Any]
     guard: Guard
     timeline: Timeline
@@ -114,7 +111,7 @@ class TrainingMonitor(Callback):
             if discard := getattr(logger, "discard_after", None):
                 discard(self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
-        self.speed = Speed(self.lengths, trainer, net)
+        self.speed = Speed(trainer, net)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step of the epoch before if it is due, and end the run if asked to."""
@@ -159,7 +156,7 @@ class TrainingMonitor(Callback):
         if step - 1 == self.first_step:
             self.timeline.enter("steps", step)
         self._vote(trainer)
-        if step == self.lengths.n_steps:
+        if step == data_of(trainer).lengths.n_steps:
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         if is_due or is_validated(trainer, step) or trainer.should_stop:
@@ -267,7 +264,7 @@ class TrainingMonitor(Callback):
             in_bar = name == "train/loss" and not isinstance(bar, ProgressBar | None)
             pl_module.log(name, value, sync_dist=name == "train/loss", prog_bar=in_bar)
         if isinstance(bar, ProgressBar):
-            bar.show_step(trainer, values, self.lengths)
+            bar.show_step(trainer, values)
         # Lightning passes the values to the loggers after the save of the step. If the run fails in
         # between, no later start logs this step.
         for logger in trainer.loggers:

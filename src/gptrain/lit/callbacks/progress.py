@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from tqdm import tqdm
 
 from gptrain.core import labels
-from gptrain.core.lengths import RunLengths
+from gptrain.lit.lightning import data_of
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +37,16 @@ class ProgressBar(TQDMProgressBar):
         # The default lock of tqdm is a multiprocessing semaphore, which a killed rank would leak.
         tqdm.set_lock(threading.RLock())
 
-    def show_step(self, trainer: Trainer, values: Mapping[str, Any], lengths: RunLengths) -> None:
+    def show_step(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
         """Show the logged values of a step in the bar, or print them if a line is due."""
-        step, n_steps = trainer.global_step, lengths.n_steps
-        self._shown = {"step": f"{step}/{n_steps}" if n_steps else step}
+        lengths, step = data_of(trainer).lengths, trainer.global_step
+        self._shown = {"step": f"{step}/{lengths.n_steps}" if lengths.n_steps else step}
         if "train/loss" in values:
             self._shown["train/loss"] = f"{float(values['train/loss']):.4f}"
         self._shown["lr"] = f"{values['lr']:.3g}"
         self._shown[f"{lengths.unit}/s"] = f"{values['perf/tokens_per_s']:,.0f}"
-        if n_steps:
-            left_s = (n_steps - step) * values["perf/step_s"]
+        if lengths.n_steps:
+            left_s = (lengths.n_steps - step) * values["perf/step_s"]
             self._shown["left"] = timedelta(seconds=round(left_s))
         is_due = trainer.should_stop or time.monotonic() >= self._printed_s + self.every_s
         if is_due and not self.in_terminal:
