@@ -86,7 +86,7 @@ def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_fol
     old = train(timer, "seed=7", "trainer.max_steps=1", name="old")
     words = (f"from_run={old.folder}", "~callbacks.timer", "scheduler=mine", "model.dropout=0.1")
     words = (*words, "++ckpt_path=null")
-    run = train("--config-dir", f"{tmp_path}/conf", *words, tiny=False)
+    run = train(f"hydra.searchpath=['file://{tmp_path}/conf']", *words, tiny=False)
     assert run.code == 0, run.err
     shutil.rmtree(old.folder)
     resume = shlex.split(run.status["resume"])

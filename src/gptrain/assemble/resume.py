@@ -15,7 +15,7 @@ from gptrain.assemble.load import find_weights
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
-from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
@@ -93,9 +93,9 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
 
 def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path | None:
     """Return the checkpoint that a training resumes from, or None for a start at step 0."""
-    requested = cfg.ckpt_path
-    if requested is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
-        message = f"holds a run that was saved at step {steps[-1]}; a new run would mix with it"
+    requested, is_done = cfg.ckpt_path, (Path(cfg.run_dir) / RESULT_NAME).exists()
+    if requested is None and (is_done or (store.steps() and not cfg.trainer.fast_dev_run)):
+        message = "already holds a run, and a new run would mix with it"
         hint = "ckpt_path=last to resume it, or another run_dir"
         raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:

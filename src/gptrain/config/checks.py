@@ -13,13 +13,12 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from hydra.utils import get_class, get_method
+from hydra.utils import get_method
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from gptrain.core.errors import FOLDER_UNUSABLE, ConfigIssue, first_line, show
+from gptrain.core.errors import ConfigIssue, first_line, show
 from gptrain.core.lengths import effective_max_epochs
-from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.strategies import STRATEGIES
@@ -27,17 +26,6 @@ from gptrain.core.value_types import TargetConfig
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
-BASES = {  # base class of the objects of each group
-    "model": "torch.nn.Module",
-    "module": "lightning.pytorch.LightningModule",
-    "optimizer": "torch.optim.Optimizer",
-    "scheduler": "torch.optim.lr_scheduler.LRScheduler",
-    "trainer": "lightning.pytorch.Trainer",
-    "data": "lightning.pytorch.LightningDataModule",
-    "callbacks": "lightning.pytorch.Callback",
-    "logger": "lightning.pytorch.loggers.Logger",
-    "profiler": "lightning.pytorch.profilers.Profiler",
-}
 PHASES = ("warmup", "decay", "total")
 STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
@@ -112,18 +100,11 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
         yield problem(run, "trainer.devices", message, f"trainer.devices={n_local}")
 
 
-def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
-    """Yield a problem if the run folder holds a finished run."""
-    if run.task == "fit" and not run.ckpt_path and (expand_home(folder) / "result.json").exists():
-        message, hint = "already holds a finished run", "ckpt_path=last, or another run_dir"
-        yield ConfigIssue("run_dir", folder, message, hint=hint, code=FOLDER_UNUSABLE)
-
-
 def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[ConfigIssue]:
-    """Yield a problem for each `_target_` that cannot be used in its group with its keys.
+    """Yield a problem for each `_target_` that cannot be imported, or does not take its keys.
 
-    The targets are imported. A function of the user fits every group. Missing arguments are
-    reported when the object is built. `place` is the dotted key of the node, "" for the config.
+    Missing arguments, and an object that its group cannot use, are reported when the object is
+    built. `place` is the dotted key of the node, "" for the config.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
@@ -141,12 +122,6 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
     made: Any = get_method(str(node["_target_"]))
     is_library = str(made.__module__).split(".")[0] in LIBRARIES
-    group, _, name = place.partition(".")
-    is_part = place in BASES or (group in ("callbacks", "logger") and "." not in name)
-    if is_part and not (inspect.isfunction(made) and (place == "scheduler" or not is_library)):
-        kind = getattr(made, "__self__", made)  # a class method makes an object of its class
-        if not inspect.isclass(kind) or not issubclass(kind, get_class(BASES[group])):
-            raise TypeError(f"not of type {BASES[group]}, which the group needs")
     section = getattr(run, place, None)
     # Keys that gptrain reads, or passes only if the class takes them.
     computed = set(type(section).model_fields) if isinstance(section, TargetConfig) else set()
@@ -184,8 +159,6 @@ def check_devices(run: RunConfig) -> Iterator[ConfigIssue]:
     from gptrain.runtime.devices import accelerator_of
 
     devices, kind = run.trainer.devices, accelerator_of(run.trainer.accelerator)
-    if kind is None:
-        yield problem(run, "trainer.accelerator", "not on this machine", "trainer=cpu")
     if find_precision(run.trainer.precision).is_fp16 and kind == "cpu":
         hint = "trainer.precision=bf16-mixed"  # Lightning would take it without an error
         yield problem(run, "trainer.precision", "not supported on CPU", hint)

@@ -89,7 +89,6 @@ def run_command(
     parser.add_argument("overrides", nargs="*", help="of the config: key=value")
     parser.add_argument("--help", "-h", action="store_true", help="show all choices")
     parser.add_argument("--multirun", "-m", action="store_true", help="run a sweep")
-    parser.add_argument("--config-dir", "-cd", help="additional folder of config groups")
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="show the config")
     codes: list[int] = []
     try:
@@ -101,11 +100,6 @@ def run_command(
         is_expanded = CHECKED in os.environ or not schema.expands_run
         words = args.overrides if is_expanded else expand(args.overrides)
         words = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *words]
-        if args.config_dir:
-            if not os.path.isdir(args.config_dir):  # Hydra would warn, and take another choice
-                raise ConfigError.of("--config-dir", args.config_dir, "no such folder")
-            folder = shell.quoted(f"file://{os.path.abspath(args.config_dir)}")
-            words.insert(0, f"hydra.searchpath=[{folder}]")
         if args.help or args.cfg:
             with open_hydra(words) as hydra:
                 if args.cfg:
@@ -178,8 +172,8 @@ def first_value(item: Override) -> str:
 def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """Check a composed config and return the typed config. Nothing is written.
 
-    The run folder and the launcher are checked only for a training or an evaluation, classes and
-    devices only if `schema.runs_here` is true.
+    The launcher is checked only for a training or an evaluation, classes and devices only if
+    `schema.runs_here` is true.
 
     Raises:
         ConfigError: With all problems of the first kind of check that finds one.
@@ -189,9 +183,6 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     problems = [*checks.check_rules(run)]
     if schema is RunConfig:  # a command with a schema of its own makes no run
         problems += checks.check_launcher(run)
-        if this_process().rank == 0:  # another rank may see what rank 0 has written
-            folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-            problems += checks.check_folder(run, folder or run.run_dir)
     if not problems and schema.runs_here:  # torch takes seconds
         problems = [*checks.check_classes(run, values), *checks.check_devices(run)]
     if problems:

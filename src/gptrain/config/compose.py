@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from gptrain.core import errors, locations
-from gptrain.core.errors import ConfigError, ConfigIssue, DataError, first_line, show
+from gptrain.core import locations
+from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, ConfigIssue, first_line, show
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import option
 from gptrain.core.small_files import flatten, read_facts
@@ -199,7 +199,7 @@ def vocabulary_size(values: dict[str, Any]) -> int:
         size = (facts.get("text_config") or facts).get("vocab_size")
         if not isinstance(size, int):
             message = "no config.json with a vocab_size"
-            raise ConfigError.of("model.path", path, message, code=errors.INPUT_NOT_FOUND)
+            raise ConfigError.of("model.path", path, message, code=INPUT_NOT_FOUND)
     else:
         for key, name in flatten(values.get("data"), "data").items():
             is_of_part = ".train." in key or ".val." in key
@@ -213,7 +213,7 @@ def vocabulary_size(values: dict[str, Any]) -> int:
 
 
 def _count_tokens(key: str, name: str) -> int:
-    """Return the highest token id of a tokenizer plus 1. Errors name the config key `key`."""
+    """Return the highest token id of a tokenizer plus 1. A missing file is an error of `key`."""
     from gptrain.data.tokenizers import load_tokenizer  # imports torch
 
     if name == "bpe":
@@ -221,9 +221,8 @@ def _count_tokens(key: str, name: str) -> int:
         raise ConfigError.of(key, name, message, hint=f"{VOCAB}=4096")
     try:
         return load_tokenizer(name).vocab_size
-    except (FileNotFoundError, DataError) as error:
-        code = errors.INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else errors.BAD_DATA
-        raise ConfigError.of(key, name, first_line(error), code=code) from error
+    except FileNotFoundError as error:
+        raise ConfigError.of(key, name, first_line(error), code=INPUT_NOT_FOUND) from error
 
 
 def typed(values: dict[str, Any], schema: type[Config]) -> Config:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import count_cores, count_devices, count_nodes, this_process
 
@@ -50,10 +51,10 @@ class RunDevices:
 def find_devices(cfg: RunConfig) -> RunDevices:
     """Return the devices of a run, resolved from the trainer group as Lightning does.
 
-    An accelerator that this machine does not have becomes "cpu". "auto" devices are those of the
-    launcher, else all CUDA GPUs, else one device. Raises as `process.this_process`.
+    "auto" devices are those of the launcher, else all CUDA GPUs, else one device. Raises as
+    `process.this_process` and `accelerator_of`.
     """
-    accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
+    accelerator = accelerator_of(cfg.trainer.accelerator)
     devices, process = cfg.trainer.devices, this_process()
     n_local = count_devices(devices)
     if n_local is None:  # those of the launcher, or else all GPUs
@@ -63,14 +64,18 @@ def find_devices(cfg: RunConfig) -> RunDevices:
     return RunDevices(accelerator, n_local, count_nodes(cfg.trainer.num_nodes), numbers)
 
 
-def accelerator_of(name: str) -> str | None:
-    """Return "cuda", "mps" or "cpu" for trainer.accelerator, or None if this machine lacks it.
+def accelerator_of(name: str) -> str:
+    """Return "cuda", "mps" or "cpu" for trainer.accelerator.
 
     `auto` takes CUDA, MPS or the CPU, the first that this machine has, and `gpu` CUDA or MPS.
+    Raises a ConfigError if this machine lacks it.
     """
     has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     candidates = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(name, (name,))
-    return next((candidate for candidate in candidates if has[candidate]), None)
+    for candidate in candidates:
+        if has[candidate]:
+            return candidate
+    raise ConfigError.of("trainer.accelerator", name, "not on this machine", hint="trainer=cpu")
 
 
 def native_precision(devices: RunDevices) -> str:

@@ -8,10 +8,9 @@ flag after each step, the ranks agree to stop, and then they save together.
 import multiprocessing
 import os
 import signal
-import stat
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from gptrain.core.errors import INTERRUPTED
@@ -62,22 +61,10 @@ class StopFlag:
             if now_s - self._interrupted_s > SAME_REQUEST_S:
                 os.write(2, b"interrupted twice: exiting at once without saving\n")
                 os._exit(INTERRUPTED)
-        if number == signal.SIGHUP:
-            leave_closed_terminal()
         self.signal = self.signal or signal.Signals(number).name
         error, self.error = self.error, None
         if error is not None:
             raise error(signal.Signals(number))
-
-
-def leave_closed_terminal() -> None:
-    """Connect a closed terminal with /dev/null: Python's end would fail to write to it."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2):
-        with suppress(OSError):  # the stream is closed
-            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
-                os.dup2(null, fd)
-    os.close(null)
 
 
 @contextmanager
