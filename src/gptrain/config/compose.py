@@ -1,7 +1,6 @@
 """Composes a config with Hydra, on the conf/ of the project and of the library, and types it."""
 
 import copy
-import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,8 +96,6 @@ def open_hydra(words: Sequence[str] = ()) -> Generator[Any, None, None]:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     Plugins.instance().register(LibraryChoices)
     conf = str(locations.find_conf() or locations.LIBRARY / "conf")
-    if not os.path.isdir(conf):  # Hydra's first line would not name the folder
-        raise ConfigError.of(locations.VARIABLE, conf, "no such folder")
     with initialize_config_dir(conf, job_name="train", version_base="1.3"):
         try:
             yield GlobalHydra.instance().hydra
