@@ -19,7 +19,7 @@ from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBa
 from gptrain.data.samples import count_batch_targets, len_of
 from gptrain.data.stream import StreamDataset, StreamPositions, StreamReader, find_stream
 from gptrain.parallel.mesh import gather
-from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
+from gptrain.runtime.signals import ignore_in_worker, kill_workers
 
 
 @dataclass(eq=False)
@@ -182,8 +182,7 @@ class TextDataModule(pl.LightningDataModule):
             pin_memory=self.pin_memory,
             persistent_workers=has_workers,
             worker_init_fn=start_worker if has_workers else None,
-            # A forked worker shares the dataset and inherits the blocked signals. Python 3.14 does
-            # not fork by default.
+            # A forked worker shares the dataset. Python 3.14 does not fork by default.
             multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
         )
         return loader
@@ -209,8 +208,7 @@ class Loader(DataLoader):
     # DataLoader declares that this method returns its own iterator class.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         """Yield the batches of one epoch, after each group of `read_ahead` batches was loaded."""
-        with block_stop_signals():
-            batches: Iterator[Any] = super().__iter__()
+        batches: Iterator[Any] = super().__iter__()
         if self.positions is not None:
             batches = self.positions.record(batches)
         atexit.unregister(kill_workers)  # register the function only once

@@ -9,8 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from gptrain.core.errors import INTERRUPTED
@@ -65,20 +64,6 @@ class StopFlag:
         error, self.error = self.error, None
         if error is not None:
             raise error(signal.Signals(number))
-
-
-@contextmanager
-def block_stop_signals() -> Generator[None, None, None]:
-    """Block SIGTERM, SIGINT, SIGUSR1 and SIGHUP in this thread and the processes that it starts.
-
-    After the block this thread handles a signal that came meanwhile. The started processes keep the
-    signals blocked.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ignore_in_worker(_worker_id: int = 0) -> None:
