@@ -8,12 +8,11 @@ nets: the planner counts these nets without building them.
 
 import inspect
 import json
-import logging
 import typing
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import Any
 
-from hydra.utils import get_method
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
@@ -118,9 +117,7 @@ def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[Config
 
 def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterator[ConfigIssue]:
     """Yield a problem for each value that a class refuses. Raise if the class or a key is wrong."""
-    # get_method logs every exception that it raises; the problem of the caller has its message.
-    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
-    made: Any = get_method(str(node["_target_"]))
+    made = resolve_name(str(node["_target_"]))
     is_library = str(made.__module__).split(".")[0] in LIBRARIES
     section = getattr(run, place, None)
     # Keys that gptrain reads, or passes only if the class takes them.
