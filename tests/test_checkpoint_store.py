@@ -206,7 +206,7 @@ class Medium:
 def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_new(
     tmp_path, monkeypatch
 ):
-    """New steps, a step that is saved again, one in the background, and what is pruned."""
+    """New steps, one of them in the background, and what is pruned."""
     found_steps, before = {"killed": [], "power cut": []}, tmp_path / "before"
     before.mkdir()
 
@@ -216,11 +216,11 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
         checkpoint = restarted.newest_intact()
         found_steps[how].append(step_of(checkpoint) if checkpoint else 0)
         for path in restarted.folder.glob("*"):  # no hidden one, none that is damaged
-            assert holds(path, verify(path, RUN)["step"])
+            assert holds(path, read_manifest(path)["step"])
 
     with monkeypatch.context() as patch, Medium(patch, before, look).held:
         store = CheckpointStore(before / "checkpoints", RUN)
-        for step, options in ((1, {}), (1, {}), (2, {"in_background": True})):
+        for step, options in ((1, {}), (2, {"in_background": True})):
             save(store, step, **options)
             store.finish()
             # A save that has returned survives.
@@ -234,7 +234,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
 def test_a_checkpoint_of_an_older_format_is_refused_and_left_as_it_is(store):
     for step in (1, 2):
         reseal(save(store, step), format=1)
-    with pytest.raises(DamagedCheckpointError, match="written by gptrain up to commit"):
+    with pytest.raises(DamagedCheckpointError, match="not of this version"):
         store.newest_intact()
     assert store.steps() == [1, 2]
 
@@ -284,16 +284,25 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_newest_checkpoint_is_set_aside_and_the_previous_one_is_used(store, caplog, how):
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_previous_one_is_used(
+    store, caplog, how
+):
     save(store, 1)
     DAMAGES[how](save(store, 2))
     with caplog.at_level(logging.WARNING):
         checkpoint = store.newest_intact()
-    assert step_of(checkpoint) == 1
-    (aside,) = store.folder.glob("*.corrupt")  # set aside, not deleted
-    assert f"set aside as {aside.name}" in caplog.text
-    caplog.clear()
-    assert step_of(store.newest_intact()) == 1 and not caplog.text
+    assert step_of(checkpoint) == 1 and "step-00000001 is used" in caplog.text
+
+
+def test_a_run_that_goes_back_continues_from_its_own_saves(store, caplog):
+    for step in (2, 4, 6):
+        save(store, step)
+    store.set_aside_after(2)
+    save(store, 4)
+    store.prune(1)
+    assert store.steps() == [4] and holds(store.newest_intact(), 4)
+    aside = sorted(path.name.partition(".unused-")[0] for path in store.folder.glob("*.unused-*"))
+    assert aside == ["step-00000004", "step-00000006"] and "set aside as" in caplog.text
 
 
 def test_a_store_that_only_reads_uses_the_previous_checkpoint_and_keeps_all(
@@ -307,9 +316,7 @@ def test_a_store_that_only_reads_uses_the_previous_checkpoint_and_keeps_all(
     with pytest.raises(ValueError, match="without run_id can only read"):
         save(reader, 3)
     assert store.steps() == [1, 2]
-    assert (
-        "state.ckpt has 1000 bytes" in caplog.text and "an older checkpoint is used" in caplog.text
-    )
+    assert "state.ckpt has 1000 bytes" in caplog.text and "step-00000001 is used" in caplog.text
 
     def refuse(name, operation, *arguments, **options):
         if name == "rename":
@@ -358,7 +365,7 @@ def test_the_best_is_the_whole_one_with_the_lowest_metric_and_of_equal_ones_the_
     losses = ((1, 3.0), (2, 1.0), (3, 2.0), (4, float("nan")), (20, 2.0), (100, 3.0))
     for step, loss in losses:
         save(store, step, metrics={"val/loss": loss})
-    os.utime(save(store, 5), (4e9, 4e9))
+    os.utime(store.folder / "step-00000001", (4e9, 4e9))
     assert step_of(store.newest_intact()) == 100  # by step and never by time
     ranking = [step_of(path) for path in store.ranking("val/loss", "max")]
     assert ranking[:4] == [1, 100, 3, 20]
@@ -368,7 +375,7 @@ def test_the_best_is_the_whole_one_with_the_lowest_metric_and_of_equal_ones_the_
     assert step_of(store.best("val/loss")) == 3 and store.best("other") is None
     (record,) = caplog.records
     assert record.message.startswith(f"warning: {store.folder / 'step-00000002'}: ")
-    assert record.message.endswith("; not used as the best checkpoint")
+    assert record.message.endswith("; step-00000003 is used")
 
 
 def test_prune_keeps_the_newest_and_the_protected(store):
@@ -426,11 +433,12 @@ def test_torch_and_safetensors_read_the_tensors_of_a_checkpoint(tmp_path):
     more |= {"d": torch.tensor([True]), "e": torch.rand(2, 3).T, "f": torch.zeros(0)}
     moments = {f"{n}.{k}": v for n, p in enumerate(optimizer.state.values()) for k, v in p.items()}
     store = CheckpointStore(tmp_path, "a" * 32)
-    for in_background in (False, True):
+    for step, in_background in enumerate((False, True)):
         tensors = {"model": {**net.state_dict(), **more}, "optimizer": moments}
-        store.save(7, tensors, {}, in_background=in_background)
+        store.save(step, tensors, {}, in_background=in_background)
         store.finish()
         path = store.newest_intact()
+        assert path.name == f"step-{step:08d}"
         assert {*verify(path)["files"]} == {
             "model.safetensors", "optimizer.safetensors", "state.ckpt"
         }  # fmt: skip

@@ -20,9 +20,9 @@ FORK = multiprocessing.get_context("fork")
 HOLD = """
 import sys, time
 from gptrain.checkpoints.lock import RunLock
-lock = RunLock(sys.argv[1]).acquire()
-print("held", flush=True)
-time.sleep(60)
+with RunLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
 """
 
 
@@ -38,8 +38,8 @@ def holder(tmp_path):
 
 
 def test_a_second_run_is_refused_until_the_holder_is_killed(tmp_path, holder):
-    with pytest.raises(ConfigError) as refused:
-        RunLock(tmp_path, wait_s=0).acquire()
+    with pytest.raises(ConfigError) as refused, RunLock(tmp_path, wait_s=0):
+        pass
     assert refused.value.code == 73 and refused.value.problems[0].key == "run_dir"
     assert is_held(tmp_path)
     run_id = read_run_id(tmp_path)
@@ -64,12 +64,13 @@ def test_a_forked_data_worker_does_not_keep_the_folder_of_a_killed_run(tmp_path)
     run.start()
     run_pid, worker_pid = parent_end.recv()
     try:
-        with pytest.raises(ConfigError):
-            RunLock(tmp_path, wait_s=0).acquire()
+        with pytest.raises(ConfigError), RunLock(tmp_path, wait_s=0):
+            pass
         os.kill(run_pid, signal.SIGKILL)
         run.join()
         os.kill(worker_pid, 0)  # the worker is alive …
-        RunLock(tmp_path).acquire().release()  # … and holds nothing
+        with RunLock(tmp_path):  # … and holds nothing
+            pass
     finally:
         os.kill(worker_pid, signal.SIGKILL)
 

@@ -29,23 +29,23 @@ def test_a_result_says_what_it_was_made_by():
     assert (made["git"] or {}).get("commit", "") == head
 
 
-def phase(name: str, step: int, begin_s: float, end_s: float) -> dict:
-    return {"phase": name, "step": step, "begin": begin_s, "time": end_s}
+def phase(name: str, step: int, end_s: float) -> dict:
+    return {"phase": name, "step": step, "time": end_s}
 
 
 # A start that is killed at step 9 after a save of step 6, and a start that ends the run at step 12.
 KILLED = [
     {"start": 0, "time": 100.0},
-    phase("starting", 1, 100.0, 110.0),
-    phase("steps", 6, 110.0, 115.0),
-    phase("saves", 6, 115.0, 117.0),
-    phase("steps", 9, 117.0, 120.0),
+    phase("starting", 1, 110.0),
+    phase("steps", 6, 115.0),
+    phase("saves", 6, 117.0),
+    phase("steps", 9, 120.0),
 ]
 RESUMED = [
     {"start": 6, "time": 150.0},
-    phase("starting", 7, 150.0, 158.0),
-    phase("steps", 12, 158.0, 163.0),
-    phase("validation", 12, 163.0, 167.0),
+    phase("starting", 7, 158.0),
+    phase("steps", 12, 163.0),
+    phase("validation", 12, 167.0),
     {"end": 12, "time": 167.0},
 ]
 
@@ -56,14 +56,14 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
     assert seconds.keys() == set(TIMES)
     times = {f"{name}_s": value for name, value in seconds.items()}
     assert measure(KILLED + RESUMED) == {"goodput": round(10 / 67, 4), **times}
-    extended = [{"start": 12, "time": 9000.0}, phase("steps", 13, 9000.0, 9001.0)]
+    extended = [{"start": 12, "time": 9000.0}, phase("steps", 13, 9001.0)]
     assert measure(KILLED + RESUMED + extended)["between_starts_s"] == 30  # the run was done
     assert measure(KILLED)["redone_s"] == 0  # nobody knows yet whether a start resumes
     shown = describe({"goodput": 0.5, **times, "redone_s": 0.06, "saves_s": 0.04})
     assert shown.startswith("goodput 0.50 (10.0 s steps, ") and "0.1 s redone, " in shown
     assert "saves" not in shown
-    set_back = [phase("steps", 1, 10.0, 14.0), phase("saves", 1, 14.0, 12.0)]
-    set_back += [{"start": 1, "time": 9.0}, phase("steps", 2, 9.0, 11.0)]
+    set_back = [{"start": 0, "time": 10.0}, phase("steps", 1, 14.0), phase("saves", 1, 12.0)]
+    set_back += [{"start": 1, "time": 9.0}, phase("steps", 2, 11.0)]
     assert measure(set_back).items() >= {"goodput": 1.0, "steps_s": 6.0, "saves_s": 0.0}.items()
 
 

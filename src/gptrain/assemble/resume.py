@@ -104,8 +104,9 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
         mirror.join(store, lock, restore=requested == "last" and not store.steps())
     checkpoint, monitor = None, cfg.checkpoint.monitor
     with as_config_errors(cfg, "ckpt_path", BAD_DATA):
-        if requested == "last":
+        if requested:
             store.clean()
+        if requested == "last":
             checkpoint = store.newest_intact()
         elif requested == "best":
             checkpoint = store.best(monitor, cfg.checkpoint.mode)

@@ -31,10 +31,10 @@ class RunLock:
 
     Args:
         run_dir: Folder of the run. It need not exist.
-        wait_s: Time that `acquire` waits for another process that holds the folder, in seconds.
+        wait_s: Time that `with` waits for another process that holds the folder, in seconds.
 
     Attributes:
-        run_id: Random identity of the run, also in each checkpoint. `acquire` sets it.
+        run_id: Random identity of the run, also in each checkpoint. `with` sets it.
     """
 
     run_id: str
@@ -43,10 +43,10 @@ class RunLock:
         self.run_dir = Path(run_dir)
         self._lock = FileLock(self.run_dir / LOCK_NAME, timeout=wait_s)
 
-    def acquire(self) -> RunLock:
+    def __enter__(self) -> RunLock:
         """Lock the folder, read or create `run_id`, and return this lock.
 
-        The folder is created if missing. Call it before any file of the run is opened, also before
+        The folder is created if missing. Use it before any file of the run is opened, also before
         the log file.
 
         Raises:
@@ -60,7 +60,7 @@ class RunLock:
             self._lock.acquire()
             self.adopt(read_run_id(self.run_dir) or uuid.uuid4().hex)
         except OSError as error:
-            self.release()
+            self._lock.release()
             message, code = error.strerror or str(error), code_of(error)
             if isinstance(error, Timeout):
                 message = "held by another process; wait for it, stop it, or choose another folder"
@@ -73,15 +73,8 @@ class RunLock:
         self.run_id = run_id
         files.replace(self.run_dir / ID_NAME, run_id.encode())
 
-    def release(self) -> None:
-        """Unlock the folder. Does nothing if it is not locked."""
-        self._lock.release()
-
-    def __enter__(self) -> RunLock:
-        return self.acquire()
-
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self._lock.release()
 
 
 def read_run_id(run_dir: str | Path) -> str:

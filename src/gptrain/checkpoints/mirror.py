@@ -50,6 +50,7 @@ class Mirror:
         except ImportError as error:  # the message names the package to install
             raise ValueError(error) from error
         self._thread = ThreadPoolExecutor(1, "mirror")
+        self._newest: Future[None] | None = None  # update that began or waits last
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
         """Check that the mirror is empty or belongs to this run, or restore a lost run from it.
@@ -77,10 +78,14 @@ class Mirror:
     def update(self, store: CheckpointStore) -> Future[None]:
         """Copy new checkpoints and remove the copies of pruned ones, in a thread, on rank 0.
 
-        Returns at once. Updates run one after the other. `result()` of the returned Future waits
-        for the end of this update; it raises nothing, because errors are logged as warnings.
+        Returns at once. Updates run one after the other, and one that has not begun serves several
+        calls. `result()` of the returned Future waits for the end of the update; it raises nothing,
+        because errors are logged as warnings.
         """
-        return self._thread.submit(self._copy, store)
+        newest = self._newest
+        if newest is None or newest.running() or newest.done():  # else it copies what is new now
+            self._newest = newest = self._thread.submit(self._copy, store)
+        return newest
 
     def restore(self, store: CheckpointStore) -> None:
         """Copy every intact checkpoint of the mirror into the store, which has none.

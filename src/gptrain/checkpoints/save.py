@@ -60,12 +60,7 @@ class Save:
         self._files = _own_files(shards, held, rank)
         if in_background:
             self._on_all_ranks(self._copy)
-        self._written = ThreadPoolExecutor(1, "checkpoint").submit(self._write)
-
-    @property
-    def is_writing(self) -> bool:
-        """True while the thread of this rank writes files."""
-        return not self._written.done()
+        self.written = ThreadPoolExecutor(1, "checkpoint").submit(self._write)
 
     def finish(self, commit: Callable[[], object] = lambda: None) -> None:
         """Wait until the files of all ranks are on the disk, and write the manifest on rank 0.
@@ -73,7 +68,7 @@ class Save:
         Rank 0 then calls `commit`. Collective; call it once. Raises as the constructor, also for an
         error of `commit`.
         """
-        entries = self._on_all_ranks(self._written.result)
+        entries = self._on_all_ranks(self.written.result)
         self.manifest["files"] = dict(sorted(item for part in entries for item in part.items()))
 
         def complete() -> None:

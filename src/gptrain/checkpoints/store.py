@@ -6,7 +6,7 @@ synced. A process that is killed at any point leaves the earlier checkpoints. Lo
 highest step of which every byte is verified. A step is saved before its validation, and
 `set_metrics` adds the metrics afterwards.
 
-`step-00000500.corrupt` failed its verification and is kept for the user to look at.
+`step-00000500.unused-*` was damaged, or the run has gone back before it. It is never removed.
 `.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
 `.copy-step-00000500` is being copied from a mirror, and is not verified yet.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from gptrain.checkpoints.manifest import (
     folder_name,
     read_manifest,
     seal,
+    step_of,
     verify,
 )
 
@@ -69,7 +71,7 @@ class CheckpointStore:
         config: dict | None = None,
         **options: Any,
     ) -> None:
-        """Save a new checkpoint. A checkpoint of the same step is replaced.
+        """Save a new checkpoint, of a step that has none.
 
         All ranks of the job must call this method. An earlier save in the background is finished
         first. A save in the background becomes a checkpoint when `finish` is called.
@@ -101,7 +103,7 @@ class CheckpointStore:
     @property
     def is_written(self) -> bool:
         """True if a save in the background waits for `finish` and this rank's files are written."""
-        return self.unfinished is not None and not self.unfinished.is_writing
+        return self.unfinished is not None and self.unfinished.written.done()
 
     def finish(self) -> None:
         """Wait for the save in the background, if there is one, and make it a checkpoint.
@@ -117,18 +119,8 @@ class CheckpointStore:
 
     def _commit(self, draft: Path) -> None:
         """Rename the complete folder of a save to a checkpoint."""
-        target = self._committed(draft)
-        # If this process is killed between the two renames, `clean` renames the draft.
-        old = self._to_trash(target) if target.exists() else None
-        try:
-            os.rename(draft, target)
-        except OSError:
-            if old is not None:
-                os.rename(old, target)
-            raise
+        os.rename(draft, self._committed(draft))
         files.sync_folder(self.folder)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
 
     def _committed(self, draft: Path) -> Path:
         """Return the path of the checkpoint that the folder of a save becomes."""
@@ -155,12 +147,12 @@ class CheckpointStore:
         """
         # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
-        names = sorted(filter(STEP_NAME.fullmatch, names), key=lambda name: int(name[5:]))
-        return [self.folder / name for name in names]
+        paths = (self.folder / name for name in filter(STEP_NAME.fullmatch, names))
+        return sorted(paths, key=step_of)
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, verified or not, in ascending order."""
-        return [int(path.name[5:]) for path in self.paths()]
+        return [*map(step_of, self.paths())]
 
     def newest(self) -> Path | None:
         """Return the folder of the newest checkpoint, or None. It may be damaged."""
@@ -169,24 +161,13 @@ class CheckpointStore:
     def newest_intact(self) -> Path | None:
         """Return the folder of the newest intact checkpoint, or None if nothing was ever saved.
 
-        Newer damaged checkpoints are logged as warnings and, if the store has a `run_id`, renamed
-        to `*.corrupt`. Call it on one rank, and with a `run_id` under the run lock.
+        Newer damaged checkpoints are logged as warnings.
 
         Raises:
-            DamagedCheckpointError: If all checkpoints are, or were found, damaged.
+            DamagedCheckpointError: If all checkpoints are damaged.
             OSError: If the network file system does not answer.
         """
-        path, damaged = self._first_intact(reversed(self.paths()))
-        if path is not None:
-            for error in damaged:
-                _log.warning("warning: %s; %s", error, self._set_aside(error.path))
-            return path
-        for path in sorted(self.folder.glob("step-*.corrupt*")):
-            damaged.append(DamagedCheckpointError(path, "was found damaged earlier"))
-        if damaged:
-            reasons = "; ".join(f"{error.path.name}: {error.reason}" for error in damaged)
-            raise DamagedCheckpointError(self.folder, f"no checkpoint is intact: {reasons}")
-        return None
+        return self._first_intact(reversed(self.paths()))
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
         """Return the folders of the checkpoints, unverified, in the order of a metric, best first.
@@ -205,30 +186,42 @@ class CheckpointStore:
         return [path for _, path in sorted(scored)]
 
     def best(self, monitor: str, mode: str = "min") -> Path | None:
-        """Return the folder of the first intact checkpoint of `ranking`, or None.
+        """Return the folder of the first intact checkpoint of `ranking`, or None if that is empty.
 
-        Better but damaged checkpoints are logged as warnings and stay. Raises an OSError if the
-        network file system does not answer.
+        Better but damaged checkpoints are logged as warnings. Raises as `newest_intact`.
         """
-        path, damaged = self._first_intact(self.ranking(monitor, mode))
-        for error in damaged:
-            _log.warning("warning: %s; not used as the best checkpoint", error)
-        return path
+        return self._first_intact(self.ranking(monitor, mode))
 
-    def _first_intact(
-        self, paths: Iterable[Path]
-    ) -> tuple[Path | None, list[DamagedCheckpointError]]:
-        """Return the first checkpoint that is intact, if any, and the errors of those before it."""
+    def _first_intact(self, paths: Iterable[Path]) -> Path | None:
+        """Return the first checkpoint that is intact, or None if there are no paths."""
         damaged: list[DamagedCheckpointError] = []
         for path in paths:
             try:
                 verify(path, self.run_id)
-                return path, damaged
             except DamagedCheckpointError as error:
                 damaged.append(error)
-        return None, damaged
+                continue
+            for error in damaged:
+                _log.warning("warning: %s; %s is used", error, path.name)
+            return path
+        if damaged:
+            reasons = "; ".join(f"{error.path.name}: {error.reason}" for error in damaged)
+            raise DamagedCheckpointError(self.folder, f"no checkpoint is intact: {reasons}")
+        return None
 
     # Housekeeping
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps, on rank 0, when a run continues from `step`.
+
+        They are damaged, or the run has gone back before them: they must not count as the newest
+        ones. Nothing removes the renamed folders.
+        """
+        for path in self.paths():
+            if step_of(path) > step:
+                aside = path.with_suffix(f".unused-{time.time_ns()}")
+                os.rename(path, aside)
+                _log.warning("warning: %s set aside as %s", path, aside.name)
 
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
         """Remove all checkpoints except the newest `keep`, at least 1, and the folders `protect`.
@@ -238,8 +231,11 @@ class CheckpointStore:
         """
         for path in self.paths()[:-keep]:
             if path not in protect:
+                trash = self.folder / f".trash-{path.name}"
+                shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
                 with suppress(OSError):
-                    shutil.rmtree(self._to_trash(path), ignore_errors=True)
+                    os.rename(path, trash)
+                    shutil.rmtree(trash, ignore_errors=True)
 
     def clean(self) -> None:
         """Remove the hidden folders that killed processes left. Call it under the run lock.
@@ -252,19 +248,3 @@ class CheckpointStore:
                 self._commit(draft)
         for path in self.folder.glob(".*-step-*"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
-
-    def _set_aside(self, path: Path) -> str:
-        """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log."""
-        if self.run_id is None:
-            return "an older checkpoint is used"
-        n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
-        aside = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
-        os.rename(path, self.folder / aside)
-        return f"set aside as {aside}"
-
-    def _to_trash(self, path: Path) -> Path:
-        """Hide a checkpoint in a folder that `clean` removes, and return that folder."""
-        trash = self.folder / f".trash-{path.name}"
-        shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
-        os.rename(path, trash)
-        return trash

@@ -69,9 +69,8 @@ class Timeline:
         self._phase: Phase | None = None  # None: nothing is recorded
         if folder is not None:
             self._path = folder / TIMELINE_NAME
-            rows = read_rows(self._path)
             self._phase = "starting"
-            self._written_s = rows[-1]["time"] if rows else time.time()  # the line of this start
+            self._written_s = time.time()
 
     def enter(self, phase: Phase, step: int) -> None:
         """Record that the current phase ends and `phase` begins. Does nothing after `end`."""
@@ -112,9 +111,8 @@ class Timeline:
 
     def _write(self, step: int) -> None:
         """Append a line with the time of the current phase since the last line."""
-        begin_s, self._written_s = self._written_s, round(time.time(), 3)
-        row = {"phase": self._phase, "step": step, "begin": begin_s, "time": self._written_s}
-        append_row(self._path, row)
+        self._written_s = round(time.time(), 3)
+        append_row(self._path, {"phase": self._phase, "step": step, "time": self._written_s})
 
 
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -128,13 +126,12 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count
     last_s = None  # time of the last line, unless the run has reached its own end
     for row in rows:
+        interval_s = 0.0 if last_s is None else max(0.0, row["time"] - last_s)
         if "start" in row:
-            if last_s is not None:
-                seconds["between_starts"] += max(0.0, row["time"] - last_s)
+            seconds["between_starts"] += interval_s
             seconds["redone"] += sum(s for step, s in kept if step > row["start"])
             kept = [(step, s) for step, s in kept if step <= row["start"]]
         elif "phase" in row:
-            interval_s = max(0.0, row["time"] - row["begin"])
             if row["phase"] == "steps":
                 kept.append((row["step"], interval_s))
             else:

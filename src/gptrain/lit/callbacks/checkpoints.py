@@ -112,6 +112,8 @@ class Checkpoints(Checkpoint):
         if self._loaded is not None:
             resume.resume_run(trainer, self._loaded, frozenset(self.changed))
             self._loaded = None
+        if trainer.is_global_zero:
+            self.store.set_aside_after(trainer.global_step)
         self._interval_start_s = monotonic()
 
     def on_save_checkpoint(
