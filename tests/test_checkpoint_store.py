@@ -234,7 +234,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
 def test_a_checkpoint_of_an_older_format_is_refused_and_left_as_it_is(store):
     for step in (1, 2):
         reseal(save(store, step), format=1)
-    with pytest.raises(DamagedCheckpointError, match="not of this version"):
+    with pytest.raises(DamagedCheckpointError, match="of gptrain up to commit"):
         store.newest_intact()
     assert store.steps() == [1, 2]
 

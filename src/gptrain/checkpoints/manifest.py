@@ -90,7 +90,9 @@ def parse(text: bytes, path: Path) -> Manifest:
         entries = json.loads(text)
         if entries.pop("sha256") == _digest(entries):
             return _MANIFEST.validate_python(entries, strict=True)
-    raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged, or not of this version")
+    if text.startswith(b'{\n "format": 1,'):
+        raise DamagedCheckpointError(path, "of gptrain up to commit a9c18679, which reads it")
+    raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged")
 
 
 def _digest(entries: Mapping[str, Any]) -> str:
