@@ -3,8 +3,9 @@
 An object store has no rename. So the manifest of a copy is written last, and it is removed first
 when a step is saved again: a folder without a manifest is not a checkpoint. Keys of an object store
 may contain "..", so only the files that a manifest lists are copied back, and then verified. A copy
-is removed only when the run has passed its step and pruned the original. A run that resumes from an
-old image of its disk keeps newer copies until it reaches their steps.
+is removed only when the run has passed its step and pruned the original, or has gone back before
+it. A run that resumes from an old image of its disk keeps newer copies until it reaches their
+steps.
 """
 
 import logging
@@ -131,8 +132,9 @@ class Mirror:
                 with suppress(FileNotFoundError, DamagedCheckpointError):
                     self._put(path)
             kept = [path.name for path in store.paths()]
+            left = {path.name.partition(".")[0] for path in store.folder.glob("step-*.unused-*")}
             for name in self._names():
-                if kept and name not in kept and name < kept[-1]:
+                if name not in kept and (name in left or name < max(kept, default="")):
                     self.files.rm(f"{self.root}/{name}", recursive=True)
         except Exception as error:  # fsspec's packages raise exceptions of any type
             text = "warning: checkpoint.mirror=%s: not up to date: %s; own checkpoints are intact"
