@@ -25,7 +25,6 @@ from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_facts, read_values
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer
 from gptrain.parallel import state as states
-from gptrain.parallel.state import Stages
 from gptrain.runtime.devices import accelerator_of, set_threads
 
 log = logging.getLogger(__name__)
@@ -228,7 +227,7 @@ def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
     return states.load_net_state(net, state, **options)
 
 
-def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> None:
+def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stages) -> None:
     """Load the weights that `init_from` names into the net, and log what was left out. Collective.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as

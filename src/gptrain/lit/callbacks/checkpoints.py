@@ -25,9 +25,8 @@ from gptrain.lit.lightning import (
 )
 from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, gather, wait_for_rank_0
 
-# Bytes of the weights. Smaller saves take less than 0.2 s and are finished before the next step.
-BACKGROUND_BYTES = 1 << 24
-FP32_BYTES = 4
+# Number of parameters. A smaller net is saved in less than 0.2 s, and before the next step.
+BACKGROUND_PARAMETERS = 1 << 22
 WRITING_S = LONG_PHASE_S  # time for which a rank may be silent during a save, in seconds
 
 
@@ -184,26 +183,24 @@ class Checkpoints(Checkpoint):
                 Nothing is saved then.
         """
         step, strategy = trainer.global_step, strategy_of(trainer)
-        n_parameters = sum(p.numel() for p in strategy.full_net.parameters())
         self.time_is_up = False
         self._interval_start_s = monotonic()
         if step == self.saved_step:
             return
         self.saved_step = step
         self.beat(phase="save", allow_s=WRITING_S)
+        n_parameters = sum(p.numel() for p in strategy.full_net.parameters())
+        is_large = n_parameters >= BACKGROUND_PARAMETERS
         is_last = self.stopping or step == trainer.max_steps
-        save = partial(
-            self.store.save,
-            step,
-            config=self.identity,
-            rank=trainer.global_rank,
-            gather=gather,
-            in_background=self.options.background
-            and FP32_BYTES * n_parameters >= BACKGROUND_BYTES
-            and not is_last,
-        )
         with self.timeline.during("saves", step):
-            strategy.save_to_store = save
+            strategy.save_to_store = partial(
+                self.store.save,
+                step,
+                config=self.identity,
+                rank=trainer.global_rank,
+                gather=gather,
+                in_background=self.options.background and is_large and not is_last,
+            )
             try:
                 trainer.save_checkpoint(self.store.folder, weights_only=False)
             finally:  # after an error OnExceptionCheckpoint may write a file of its own
