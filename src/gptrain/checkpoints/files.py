@@ -86,8 +86,11 @@ def to_json(value: object, indent: int | None = 1) -> bytes:
 
     NaN and infinity become null, and an object that JSON does not know becomes `str(object)`.
     """
-    finite = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
-    return json.dumps(finite, indent=indent).encode() + b"\n"
+    text = json.dumps(value, default=str, indent=indent)
+    if "NaN" in text or "Infinity" in text:
+        finite = json.loads(text, parse_constant=lambda _: None)
+        text = json.dumps(finite, indent=indent)
+    return text.encode() + b"\n"
 
 
 # Files of rows, with one JSON object per line
