@@ -17,10 +17,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from gptrain.core.errors import ConfigIssue, first_line, show
-from gptrain.core.lengths import effective_max_epochs
+from gptrain.core.lengths import find_end
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
-from gptrain.core.strategies import STRATEGIES
 from gptrain.core.value_types import TargetConfig
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
@@ -36,15 +35,14 @@ def problem(run: RunConfig, key: str, message: str, hint: str = "") -> ConfigIss
 
 def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each key that contradicts another one. Imports no torch."""
-    name, model, scheduler = run.strategy.name, run.model, run.scheduler
+    strategy, model, scheduler = run.strategy, run.model, run.scheduler
     if isinstance(model, DecoderConfig):
         yield from _check_heads(run, model)
-    strategy = STRATEGIES["ddp" if name == "auto" else name]
     if find_precision(run.trainer.precision).is_fp16 and not strategy.is_standard:
-        message = f"strategy={name} does not scale the loss, which fp16 needs"
+        message = f"strategy={strategy.name} does not scale the loss, which fp16 needs"
         yield problem(run, "trainer.precision", message, "trainer.precision=bf16-mixed")
     if strategy.needs and model.compile == "model":
-        message = f"strategy={name} has collectives and hooks between the blocks"
+        message = f"strategy={strategy.name} has collectives and hooks between the blocks"
         yield problem(run, "model.compile", message, "model.compile=blocks")
     if isinstance(run.data, DataModuleConfig):
         if not strategy.is_standard:
@@ -61,11 +59,9 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
             key = f"scheduler.{phase}_steps"
             message = f"excludes {key}={show(steps)}: both set the same length"
             yield problem(run, f"scheduler.{phase}_tokens", message, f"{key}=null")
-    trainer = run.trainer
-    has_end = trainer.max_steps != -1 or run.max_tokens or trainer.fast_dev_run
-    has_end = has_end or effective_max_epochs(trainer, None) is not None
     needs_end = isinstance(scheduler, DecayConfig) and not any(scheduler.phase("total"))
-    if run.task == "fit" and needs_end and not has_end:
+    n_steps, _ = find_end(run, epoch_steps=1, step_tokens=1)  # any size: only None matters
+    if run.task == "fit" and needs_end and n_steps is None:
         message = "the schedule decays until the last step, which is not known"
         yield problem(run, "scheduler.total_steps", message, "scheduler=warmup_constant")
     is_path = run.ckpt_path not in (None, "last", "best")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gptrain.core.errors import ConfigError
-from gptrain.core.schema import RunConfig, TrainerConfig
+from gptrain.core.schema import RunConfig
 
 DEFAULT_WARMUP_STEPS = 100
 DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
@@ -135,7 +135,7 @@ def plan_lengths(
 
     Raises:
         ConfigError: If max_tokens is less than one step.
-        ValueError: As in `RunConfig.batch_plan`.
+        ValueError: As in `plan_batch`.
     """
     trainer, batch = cfg.trainer, plan_batch(cfg, data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
@@ -144,7 +144,7 @@ def plan_lengths(
         limited_steps = int(batches * epoch_steps) if is_fraction else batches // batch.accumulate
         epoch_steps = max(1, min(epoch_steps, limited_steps))
     step_tokens = batch.global_batch_size * (sample_tokens or 1)
-    n_steps, limit = _find_end(cfg, epoch_steps, step_tokens)
+    n_steps, limit = find_end(cfg, epoch_steps, step_tokens)
     interval = trainer.val_check_interval
     if isinstance(interval, float):  # a fraction of check_val_every_n_epoch epochs
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
@@ -159,8 +159,12 @@ def plan_lengths(
     )
 
 
-def _find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int | None, str]:
-    """Return the steps of the run, or None, and the option that limits it."""
+def find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int | None, str]:
+    """Return the steps of the run, and the option that sets them. None for no limit of steps.
+
+    The first limit counts. Without any limit, and without `trainer.max_time`, a run has 3 epochs.
+    Raises a ConfigError if max_tokens is less than one step.
+    """
     trainer = cfg.trainer
     if trainer.fast_dev_run:
         return int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
@@ -170,21 +174,12 @@ def _find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int |
     if cfg.max_tokens is not None:
         n_steps = token_steps("max_tokens", cfg.max_tokens, step_tokens)
         ends.append((n_steps, f"max_tokens={cfg.max_tokens:g}"))
-    if (n_epochs := effective_max_epochs(trainer, cfg.max_tokens)) is not None:
+    n_epochs = trainer.max_epochs
+    if n_epochs is None and not ends and trainer.max_time is None:
+        n_epochs = DEFAULT_MAX_EPOCHS
+    if n_epochs not in (None, -1):
         ends.append((n_epochs * epoch_steps, f"trainer.max_epochs={n_epochs}"))
     return min(ends, key=lambda end: end[0], default=(None, ""))
-
-
-def effective_max_epochs(trainer: TrainerConfig, max_tokens: float | None) -> int | None:
-    """Return the number of epochs to which the run is limited, or None for no limit.
-
-    It is `trainer.max_epochs`, of which -1 is no limit. Without a value it is 3, unless steps, time
-    or tokens limit the run.
-    """
-    if trainer.max_epochs is not None:
-        return None if trainer.max_epochs == -1 else trainer.max_epochs
-    is_limited = trainer.max_steps != -1 or trainer.max_time is not None
-    return None if is_limited or max_tokens is not None else DEFAULT_MAX_EPOCHS
 
 
 def token_steps(key: str, n_tokens: float, step_tokens: int) -> int:
