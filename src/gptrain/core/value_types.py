@@ -93,7 +93,7 @@ class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         return {name for name, field in fields if KeepsResult in field.metadata}
 
     def plain(self) -> dict[str, Any]:
-        """Return the keys that were given, with their given values, as nested dicts and lists."""
+        """Return the keys that were given, with their values, as nested dicts and lists."""
         return self.model_dump(by_alias=True, exclude_unset=True, serialize_as_any=True)
 
 
