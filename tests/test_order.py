@@ -220,11 +220,11 @@ def test_a_batch_has_its_samples_in_any_form_and_no_other(sample):
 
 
 def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
-    tokens, targets = BatchReader(DummyTextDataset(5, seq_len=5)).__getitems__([-3])
+    tokens, targets = BatchReader(DummyTextDataset(5, seq_len=5), n_positions=4).__getitems__([-3])
     assert torch.equal(tokens[0], DummyTextDataset(5, seq_len=5)[2][0])
     assert (targets == -100).all() and targets.shape == (1, 4)
     packed = [(torch.arange(4), torch.arange(4), torch.tensor([0, 0, 1, 1]))]
-    _, targets, documents = BatchReader(packed).__getitems__([-1])
+    _, targets, documents = BatchReader(packed, n_positions=4).__getitems__([-1])
     assert (targets == -100).all() and documents.tolist() == [[0, 0, 1, 1]]
 
 

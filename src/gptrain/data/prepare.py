@@ -110,7 +110,6 @@ class TextDataset(TokenDataset):
         if has_end and loaded and loaded.end_id is None:
             raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
         files = find_corpus(path, pattern, cache_dir)
-        format = "text" if path is None else format
         states = file_states(files)
         identity = loaded.identity if loaded else f"bpe:{vocab_size}"
         key = [FORMAT, states, format, identity, val_fraction, has_end, text_key]
@@ -147,6 +146,7 @@ class TextDataset(TokenDataset):
         if self.ends[-1:] != [self.n_tokens]:
             raise DataError(f"{folder}: damaged; delete it, it will be prepared again")
         self.fingerprint = (folder / FINGERPRINT_NAME).read_text()
+        self.context_id = int(self.files[0].map()[0])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64."""
@@ -157,7 +157,7 @@ class TextDataset(TokenDataset):
         positions = np.asarray(indices)[:, None] * self.seq_len + np.arange(1, self.seq_len + 1)
         documents = np.searchsorted(self.ends, positions, side="right") - 1  # (B, T)
         begins = torch.from_numpy(positions == self.ends[documents])
-        tokens[begins] = int(self._map(0)[0])
+        tokens[begins] = self.context_id
         return tokens, targets, torch.from_numpy(documents)
 
     def describe(self, n_samples: int = 0) -> str:
@@ -216,9 +216,6 @@ def write_tokens(
         for file in (*files[0], *files[1]):
             file.flush()
             os.fsync(file.fileno())  # the content is on disk before the folder gets its name
-    for n, name in zip(n_tokens, SPLITS, strict=True):
-        if n == len(context):
-            raise DataError(f"data.path: {n_bytes} bytes, too few to take a part for data.{name}")
 
 
 def encode_ahead(

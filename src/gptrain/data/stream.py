@@ -64,8 +64,6 @@ class StreamDataset(WrappedDataset):
         self.part = dataset
         self.epoch = 0  # number of the pass over the data
         self.n_read = 0  # samples of the part in this pass
-        self._seed = ""
-        self._share = (0, 1)  # of each group of samples: the one that is kept, and their number
         self._samples: Iterator[Any] | None = None  # None before `start`
 
     def __len__(self) -> int:
@@ -105,14 +103,11 @@ class StreamDataset(WrappedDataset):
         """
         # The threads of `tokenizers` do not survive the fork of a worker.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        split = find_split(self.dataset) if world_size > 1 else None
-        if split is not None:
-            self.part = split(rank, world_size)
-        elif world_size > 1:
-            self._share = (rank, world_size)
         # Ranks that read all samples draw the same random numbers, so that their shares differ.
-        self._seed = f"{seed} {rank if self._share == (0, 1) else 0}"
-        n_skipped = 0
+        key, n_group, n_skipped = f"{seed} 0", world_size, 0
+        if world_size > 1 and (split := find_split(self.dataset)):
+            self.part = split(rank, world_size)
+            key, n_group = f"{seed} {rank}", 1
         if position is not None:
             self._begin_pass(position["epoch"])
             if position["state"] is None:
@@ -120,7 +115,7 @@ class StreamDataset(WrappedDataset):
             else:
                 self.n_read = position["n_read"]
                 self.part.load_state_dict(position["state"])
-        self._samples = islice(self._read_passes(), n_skipped, None)
+        self._samples = islice(self._read_passes(key, rank % n_group, n_group), n_skipped, None)
 
     def position(self) -> dict[str, Any]:
         """Return the position in the part after the sample that was read last, as a new dict.
@@ -141,17 +136,16 @@ class StreamDataset(WrappedDataset):
         if hasattr(self.part, "set_epoch"):
             self.part.set_epoch(epoch)
 
-    def _read_passes(self) -> Iterator[Any]:
-        """Yield this rank's samples of the part from the current position on, in endless passes."""
+    def _read_passes(self, key: str, kept: int, n_group: int) -> Iterator[Any]:
+        """Yield samples of the part, one of each group, from the position on, in endless passes."""
         is_complete = False  # the first pass may begin at the end of the stream
         while True:
-            seed_all(f"{self._seed} {self.epoch} {self.n_read}")
+            seed_all(f"{key} {self.epoch} {self.n_read}")
             samples = iter(self.part)
-            kept, n_group = self._share
             while len(group := list(islice(samples, n_group))) == n_group:
                 self.n_read += 1
                 yield group[kept]
-                seed_all(f"{self._seed} {self.epoch} {self.n_read}")
+                seed_all(f"{key} {self.epoch} {self.n_read}")
             if is_complete and not self.n_read:
                 raise DataError(f"{self.name}: the stream has no sample for this rank")
             is_complete = True

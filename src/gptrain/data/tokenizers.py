@@ -77,19 +77,14 @@ class Tokenizer:
         self.core.no_truncation()
         self.core.encode_special_tokens = True
         self._is_bytes = content == (BYTES / FILE_NAME).read_bytes()
-        # The ByteLevel decoder may be part of a sequence of decoders.
-        self._is_byte_level = "ByteLevel(" in str(self.core.decoder)
-        self.vocab_size = max(self.core.get_vocab().values(), default=-1) + 1
+        vocab = self.core.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         config = read_facts(self.path.with_name(CONFIG_NAME))
         added = self.core.get_added_tokens_decoder().items()
         self.control_tokens: Mapping[str, int] = {t.content: i for i, t in added if t.special}
         named = {name: config.get(name) for name in SPECIAL}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
-        self.special_tokens: dict[str, str] = {
-            name: text
-            for name, text in texts.items()
-            if isinstance(text, str) and self.token_to_id(text) is not None
-        }
+        self.special_tokens = {k: t for k, t in texts.items() if isinstance(t, str) and t in vocab}
         ends = (self.special_tokens.get("eos_token"), *END_TOKENS)
         self.end_token = next((name for name in ends if name in self.control_tokens), None)
         self.end_id = self.control_tokens.get(self.end_token or "")
@@ -109,7 +104,7 @@ class Tokenizer:
         None if the tokenizer is not byte-level: other tokenizers drop or add spaces, so that their
         tokens do not stand for a fixed number of bytes.
         """
-        if not self._is_byte_level:
+        if "ByteLevel(" not in str(self.core.decoder):  # it may be in a sequence of decoders
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self.core.get_vocab().items():
