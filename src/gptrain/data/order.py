@@ -267,8 +267,6 @@ def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) 
     """
     if limit is None:
         return list(lengths)
-    sizes = [
-        max(1, int(limit * -(-n // batch_size))) if isinstance(limit, float) else limit
-        for n in lengths
-    ]
-    return [min(n, size * batch_size) for n, size in zip(lengths, sizes, strict=True)]
+    if isinstance(limit, int):
+        return [min(n, limit * batch_size) for n in lengths]
+    return [min(n, max(1, int(limit * -(-n // batch_size))) * batch_size) for n in lengths]

@@ -169,17 +169,15 @@ def open_token_file(
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER_BYTES)
-    if head.startswith(b"\x93NUMPY"):
+    if path.suffix == ".npy" or head.startswith(b"\x93NUMPY"):
         try:
-            array = np.load(path, mmap_mode="r")
+            array = np.lib.format.open_memmap(path, mode="r")
         except ValueError as error:
             raise DataError(f"{path}: {first_line(error)}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             message = f"an array {array.shape} of {array.dtype}; needed: integers (N,)"
             raise DataError(f"{path}: {message}")
         return TokenFile(path, array.dtype.str, array.size, array.offset)
-    if path.suffix == ".npy":
-        raise DataError(f"{path}: not a file of NumPy")
     offset_bytes = 0
     expected_tokens = None  # number of tokens by header or index
     magic, version, count = np.frombuffer(head.ljust(_HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
