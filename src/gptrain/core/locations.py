@@ -84,7 +84,7 @@ def report_to_fit(**facts: object) -> None:
 def train_script() -> str:
     """Return the path of the running script for printed commands, else the project's train.py."""
     script, project = Path(sys.argv[0]), find_project()
-    if script.suffix == ".py" and script.name != "__main__.py":
+    if script.suffix == ".py" and not script.name.startswith("_"):  # submitit's is _submit.py
         return sys.argv[0]
     if project is None or not (project / "train.py").is_file():
         return "train.py"
