@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import yaml
 from pydantic import field_validator
 
-from gptrain.core.value_types import Count, OpenSection, Positive
+from gptrain.core.value_types import Count, OpenSection, Positive, Seconds
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
 DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
@@ -36,7 +36,7 @@ class StrategyOptions(OpenSection):
     is_standard: ClassVar[bool] = False
 
     name: str
-    timeout_s: Positive
+    timeout_s: Seconds
     backend: Literal["nccl", "gloo", "mpi"] | None
 
     @field_validator("name")

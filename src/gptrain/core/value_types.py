@@ -49,6 +49,7 @@ def _devices(value: Any) -> Any:
 
 Count = Annotated[int, between(1)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=INT32_MAX)]  # above, gloo waits for no time at all
 NonNegative = Annotated[float, Field(ge=0)]
 AtLeastOne = Annotated[float, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
