@@ -104,9 +104,10 @@ def choose_compile(cfg: RunConfig, devices: RunDevices, net: Callable[[], nn.Mod
     "none" on a CPU, and "blocks" also for a net without `blocks`.
     """
     mode = cfg.model.compile
-    is_typed = "model.compile" in typed_keys()
-    helps = devices.accelerator != "cpu" and (mode != "blocks" or hasattr(net(), "blocks"))
-    return mode if is_typed or helps else "none"
+    if mode == "none" or "model.compile" in typed_keys():
+        return mode
+    helps = devices.accelerator != "cpu" and (mode == "model" or hasattr(net(), "blocks"))
+    return mode if helps else "none"
 
 
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
