@@ -82,7 +82,7 @@ def test_epochs_and_seeds_have_other_orders():
 
 @pytest.mark.parametrize("n_samples", [0, 7])
 def test_fewer_samples_than_one_step_are_an_error(n_samples):
-    with pytest.raises(DataError, match=f"{n_samples} sequences, one step needs 8"):
+    with pytest.raises(DataError, match=f"{n_samples} samples, one step needs 8"):
         TrainBatches(SampleOrder(n_samples, 0), batch_size=2, accumulate=2, world_size=2)
 
 

@@ -111,13 +111,13 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
 def test_a_job_of_submitit_starts_ranks_of_its_own_and_one_that_is_refused_is_told_here(
     command, tmp_path
 ):
-    words = ("-m", "hydra/launcher=submitit_local", "data.num_samples=3,400", "trainer.devices=2")
-    ended = command("train.py", *TINY, *words, f"run_dir={tmp_path}/sweep")
+    words = ("-m", "hydra/launcher=submitit_local", "data.global_batch_size=9,8")
+    ended = command("train.py", *TINY, *words, "trainer.devices=2", f"run_dir={tmp_path}/sweep")
     assert ended.returncode == 2, ended.stderr
-    assert "error: data.num_samples=3: " in ended.stderr
-    assert "refused: data.num_samples=3" in ended.stdout
+    refusal = "data.global_batch_size=9: "
+    assert f"error: {refusal}" in ended.stderr and f"refused: {refusal}" in ended.stdout
     _, done, refused = (tmp_path / "sweep" / "results.csv").read_text().splitlines()
-    assert done.startswith("1-num_samples_400,400,") and "steps done" in done
-    assert refused.startswith("0-num_samples_3,3,") and "refused: data.num_samples=3: " in refused
+    assert done.startswith("1-global_batch_size_8,8,") and "steps done" in done
+    assert refused.startswith("0-global_batch_size_9,9,") and f"refused: {refusal}" in refused
     (job,) = (tmp_path / "sweep").glob("*/result.json")
     assert result(job.parent)["steps"] == 4

@@ -174,9 +174,9 @@ class TrainBatches:
 
     def __post_init__(self) -> None:
         self.global_batch_size = self.batch_size * self.world_size * self.accumulate
-        n_samples = self.order.n_samples
-        if n_samples < self.global_batch_size:
-            raise DataError(f"{n_samples} sequences, one step needs {self.global_batch_size}")
+        n_samples, n_needed = self.order.n_samples, self.global_batch_size
+        if n_samples < n_needed:
+            raise DataError(f"data.train: {n_samples} samples, one step needs {n_needed}")
         self.epoch_steps = self.epoch_steps or n_samples // self.global_batch_size
 
     def __len__(self) -> int:
