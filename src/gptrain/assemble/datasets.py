@@ -76,14 +76,14 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
 def build_datasets(cfg: RunConfig) -> Datasets:
     """Build the training, validation and test set.
 
-    The last is None if `data.test` is not given, or if this run does not read it.
+    The last is None if `data.test` is not given.
     A LightningDataModule becomes one UserData, which is both the first and the second.
     """
     if isinstance(cfg.data, DataModuleConfig):
         data = build_user_data(cfg, cfg.data)
         return data, data, None
     train, val, test = build_dataset(cfg, "train"), build_dataset(cfg, "val"), None
-    if cfg.data.test is not None and reads_test_set(cfg):
+    if cfg.data.test is not None:  # also for a fit: a user's train.py may test after it
         test = build_dataset(cfg, "test")
     return train, val, test
 
