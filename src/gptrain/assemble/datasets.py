@@ -82,10 +82,9 @@ def build_datasets(cfg: RunConfig) -> Datasets:
     if isinstance(cfg.data, DataModuleConfig):
         data = build_user_data(cfg, cfg.data)
         return data, data, None
-    train, val, test = build_dataset(cfg, "train"), build_dataset(cfg, "val"), None
-    if cfg.data.test is not None:  # also for a fit: a user's train.py may test after it
-        test = build_dataset(cfg, "test")
-    return train, val, test
+    train, val = build_dataset(cfg, "train"), build_dataset(cfg, "val")
+    # Also for a fit: a user's train.py may test after it.
+    return train, val, None if cfg.data.test is None else build_dataset(cfg, "test")
 
 
 def reads_test_set(cfg: RunConfig) -> bool:
