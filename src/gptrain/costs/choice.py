@@ -155,9 +155,8 @@ def compare(
         rows = {name: row for name, row in rows.items() if not row.needs}
     least = [name for name, row in rows_of(LEVELS[-1], ROOM).items() if row["fits"]]
     fits_whole = any(set(rows[name].axes) <= {DATA} for name in least if name in rows)
-    divided = [name for name, row in rows.items() if CONTEXT in row.axes]
-    names = [name for name in rows if name not in divided]
-    names = names if fits_whole else divided + names
+    divided = [] if fits_whole else [name for name, row in rows.items() if CONTEXT in row.axes]
+    names = divided + [name for name, row in rows.items() if CONTEXT not in row.axes]
     for level in LEVELS:
         planned = rows_of(level)
         fitting = [name for name in names if name in planned and planned[name]["fits"]]
