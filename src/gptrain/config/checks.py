@@ -24,6 +24,17 @@ from gptrain.core.value_types import TargetConfig
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
+BASES = {  # base class of the object at a key, or at each key of a group
+    "model": "torch.nn.Module",
+    "module": "lightning.pytorch.LightningModule",
+    "optimizer": "torch.optim.Optimizer",
+    "scheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "trainer": "lightning.pytorch.Trainer",
+    "data": "lightning.pytorch.LightningDataModule",
+    "callbacks.": "lightning.pytorch.Callback",
+    "logger.": "lightning.pytorch.loggers.Logger",
+    "profiler": "lightning.pytorch.profilers.Profiler",
+}
 PHASES = ("warmup", "decay", "total")
 STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
@@ -96,9 +107,9 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[ConfigIssue]:
-    """Yield a problem for each `_target_` that cannot be imported, or does not take its keys.
+    """Yield a problem for a `_target_` that cannot be imported, take its keys or fit its group.
 
-    Missing arguments, and an object that its group cannot use, are reported when the object is
+    A function of the user fits every group. Missing arguments are reported when the object is
     built. `place` is the dotted key of the node, "" for the config.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
@@ -115,6 +126,12 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
     """Yield a problem for each value that a class refuses. Raise if the class or a key is wrong."""
     made = resolve_name(str(node["_target_"]))
     is_library = str(made.__module__).split(".")[0] in LIBRARIES
+    if base := BASES.get(place) or BASES.get(f"{place.rpartition('.')[0]}."):
+        kind = getattr(made, "__self__", made)  # a class method makes an object of its class
+        is_factory = inspect.isfunction(made) and (place == "scheduler" or not is_library)
+        is_kind = inspect.isclass(kind) and issubclass(kind, resolve_name(base))
+        if not (is_factory or is_kind):
+            raise TypeError(f"not of type {base}, which the group needs")
     section = getattr(run, place, None)
     # Keys that gptrain reads, or passes only if the class takes them.
     computed = set(type(section).model_fields) if isinstance(section, TargetConfig) else set()
