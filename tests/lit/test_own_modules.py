@@ -13,7 +13,7 @@ FSDP = (*TWO, "strategy=fsdp", "trainer.val_check_interval=2", "checkpoint.keep=
 
 def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(tmp_path):
     words = (
-        f"{MODULES}.WithExtraParameters", "optimizer.lr=0.01", "trainer.max_steps=3", ACCURACY,
+        f"{MODULES}.WithExtraParameters", "trainer.max_steps=3", ACCURACY,
         "module.loss.label_smoothing=0.1", "module.loss.z_loss=0.01", "data.val.num_samples=9",
     )  # fmt: skip
     one_rank = fit(*words, "data.batch_size=8")

@@ -199,7 +199,8 @@ class Parallel:
         """Set what depends on the LightningModule and its optimizer, once both are built.
 
         Sets `optimizer.replicas`, if there is this attribute, `extra_parameters` and `used`. Turns
-        off the fused kernels of SGD and Adagrad if parameters are DTensors.
+        off the optimizer's kernels that cannot take the parameters: a multi-tensor kernel takes
+        DTensors or plain tensors, but not both, and SGD and Adagrad have no fused one for DTensors.
         """
         if hasattr(optimizer, "replicas"):
             # Ranks that hold the same weights and gradients can divide the work of Muon.
@@ -210,9 +211,12 @@ class Parallel:
         self.extra_parameters = [*state.named_extra_parameters(module).values()]
         if self.may_skip_parameters and isinstance(self.net, FSDPModule):
             self.used = watch_use(self.net)
-        for group in optimizer.param_groups if isinstance(optimizer, SGD | Adagrad) else ():
-            if not self.is_pipeline and group["fused"]:  # they have no fused kernel for DTensors
+        plain = {*self.extra_parameters}  # all others are DTensors, except in a pipeline
+        for group in optimizer.param_groups if not self.is_pipeline else ():
+            if isinstance(optimizer, SGD | Adagrad) and group["fused"]:
                 group["fused"] = None  # torch chooses the implementation
+            if plain & {*group["params"]} and not plain.issuperset(group["params"]):
+                group |= {key: False for key in ("foreach", "fused") if key in group}
 
     # Loss and logits
 

@@ -90,6 +90,10 @@ class WithExtraParameters(LanguageModel):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.log("gain", self.gain.detach().mean())
 
+    def configure_optimizers(self):
+        """One kernel for all parameters, which cannot mix those of a divided net with others."""
+        return torch.optim.AdamW(self.parameters(), 0.01, fused=True)
+
 
 class OwnOptimizers(LanguageModel):
     """Returns from configure_optimizers each form that Lightning accepts."""
