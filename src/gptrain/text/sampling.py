@@ -51,8 +51,8 @@ class Sampling:
             return probabilities  # no sort: for 50,000 tokens it takes longer than a small net
         ranked, order = probabilities.sort(descending=True, stable=True)
         # Keep a token if the more probable tokens together do not reach top_p.
-        ranked[ranked.cumsum(-1) - ranked >= (self.top_p or math.inf)] = 0
-        ranked[:, self.top_k or ranked.shape[-1] :] = 0
+        ranked[ranked.cumsum(-1) - ranked >= (math.inf if self.top_p is None else self.top_p)] = 0
+        ranked[:, ranked.shape[-1] if self.top_k is None else self.top_k :] = 0
         return torch.zeros_like(ranked).scatter(-1, order, ranked)
 
 
