@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from gptrain import config
 from gptrain.core import shell
-from gptrain.core.errors import ConfigError
+from gptrain.core.errors import BAD_CONFIG, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Section
 from gptrain.costs.choice import compare
@@ -43,7 +43,8 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers"
 # Columns of the two tables: titles and keys of a row. A row includes `bytes_per_device`.
 MEMORY = {part: part for part in PARTS} | {"fits": "fits", "largest batch": "largest_batch_size"}
 STEP = {"GiB sent": "wire_bytes_per_step", "traffic s": "communication_s", "seconds": "step_s",
-        "tokens/s": "tokens_per_s", "MFU": "mfu", "hours": "hours"}  # fmt: skip
+        "tokens/s": "tokens_per_s", "MFU": "mfu", "scaling": "scaling_efficiency",
+        "hours": "hours"}  # fmt: skip
 
 
 class Hardware(Section):
@@ -82,17 +83,18 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
         message = "devices of another machine cannot be counted"
         raise ConfigError.of("trainer.devices", "auto", message, hint="trainer.devices=8")
     machine = machine_of(name, n_local, hardware.link, hardware.network)
-    if not source and not text:
-        return machine, {}
-    from gptrain.assemble.config_errors import as_config_errors  # imported late: needs torch
-
-    with as_config_errors(cfg, "topology"):
-        links = parse_topology(Path(source).read_text() if source else text)
+    try:
+        text = Path(source).read_text() if source else text
+        links = parse_topology(text) if source or text else {}
+    except (OSError, ValueError) as error:
+        code = INPUT_NOT_FOUND if isinstance(error, OSError) else BAD_CONFIG
+        raise ConfigError.of("topology", source, str(error), code=code) from error
     islands, slowest = find_islands(links), slowest_ring_link(links)
     if slowest and speed(slowest) < 0:
         # Only some GPUs have NVLinks to each other. Rings through more GPUs use PCIe.
         machine = replace(machine, island=max(map(len, islands)), host=LINKS["pcie4"])
-    return machine, {"topology": {"islands": islands, "slowest_ring_link": slowest}}
+    topology = {"islands": islands, "slowest_ring_link": slowest}
+    return machine, {"topology": topology} if links else {}
 
 
 def nvidia_smi(*arguments: str) -> str:
@@ -137,8 +139,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
             row["hours"] = cfg.max_tokens / row["tokens_per_s"] / 3600
     result["command"] = result["changes"] and train_command(words, result["changes"])
     facts = {"name": machine.name, "source": machine.source}
-    result["machine"] = facts | {"memory_bytes": round(machine.memory_bytes)}
-    result |= topology
+    result |= {"machine": facts | {"memory_bytes": round(machine.memory_bytes)}} | topology
     print(json.dumps(result, indent=1) if "--json" in flags else "\n".join(plan_lines(result)))
 
 
@@ -148,9 +149,8 @@ def train_command(typed: list[str], changes: dict[str, Any]) -> str:
     Typed options of the strategy, `strategy.<key>=...`, are kept only if the user also typed
     `strategy=` with the new strategy, because they may belong to another one.
     """
-    is_typed = f"strategy={changes['strategy']}" in typed
-    dropped = ("hardware", "topology", *(f"{key}=" for key in changes))
-    dropped = dropped if is_typed else (*dropped, "strategy.")
+    options = () if f"strategy={changes['strategy']}" in typed else ("strategy.",)
+    dropped = ("hardware", "topology", *options, *(f"{key}=" for key in changes))
     kept = (word for word in typed if not word.lstrip("+").startswith(dropped))
     return shell.train_command(*kept, *(f"{key}={value}" for key, value in changes.items()))
 

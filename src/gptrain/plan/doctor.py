@@ -46,8 +46,7 @@ def doctor(n_local: int | None, accelerator: str) -> Iterator[str]:
         yield f"warning: {message}; try: OMP_NUM_THREADS={max(1, n_cores // n_local)}, or unset it"
     # NCCL and data loaders need more than the 64 MiB of docker's default.
     if os.path.exists("/dev/shm") and shutil.disk_usage("/dev/shm").total < 2**30:
-        message = "/dev/shm has less than 1 GiB: workers and NCCL need more"
-        yield f"warning: {message}; try: docker run --shm-size=16g"
+        yield "warning: /dev/shm has less than 1 GiB; try: docker run --shm-size=16g"
     port = os.environ.get("MASTER_PORT", "29500")  # default of torchrun
     try:
         socket.create_server(("", int(port))).close()
