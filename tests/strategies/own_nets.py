@@ -145,6 +145,11 @@ class HalfLogits(OwnNet):
         return 0.5 * super().forward(tokens)
 
 
+class PairInTraining(HalfLogits):
+    def forward(self, tokens):
+        return (super().forward(tokens), None) if self.training else super().forward(tokens)
+
+
 class CapsInTraining(OwnNet):
     def forward(self, tokens):
         logits = super().forward(tokens)

@@ -64,7 +64,7 @@ def test_a_pipeline_accepts_nets_that_are_a_chain_of_their_parts_and_refuses_the
     for net_class in (own_nets.OwnNet, own_nets.OnlyChain, own_nets.CountsHeads, own_nets.Fused):
         build("pipeline", net_class)
     refused = (own_nets.HalfLogits, own_nets.SoftCapped, own_nets.ResidualOfEmbedding)
-    check_refused("pipeline", dict.fromkeys(refused, LOGITS))
+    check_refused("pipeline", dict.fromkeys((*refused, own_nets.PairInTraining), LOGITS))
 
 
 def test_one_device_computes_the_loss_from_forward_if_hidden_and_head_differ():

@@ -105,8 +105,8 @@ class Comparison:
             for dtype, is_padded in product(TOLERANCES, (True, False)):
                 torch.set_default_dtype(dtype)
                 batch = make_batch(sample, parallel, is_padded)
-                reason = self._compare_in_training(batch) or self._compare_partitioned(batch)
-                if not reason:
+                self._compare_in_training(batch)
+                if not (reason := self._compare_partitioned(batch)):
                     return
         finally:
             torch.set_default_dtype(dtype_before)
@@ -116,15 +116,12 @@ class Comparison:
         # `hidden` and `head` may compute other logits than `forward`.
         parallel.forward_only = not parallel.is_pipeline
 
-    def _compare_in_training(self, batch: Batch) -> str:
-        """Compare `forward` with the parts that the strategy calls, and with recomputing blocks.
-
-        Returns why `forward` cannot be run, or "".
-        """
+    def _compare_in_training(self, batch: Batch) -> None:
+        """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
         parallel = self.parallel
         expected, reason = self._run(batch, training=True)
-        if reason := _first(gather(reason)):
-            return reason
+        if _first(gather(reason)):  # _compare_partitioned reports what is wrong with `forward`
+            return
 
         def difference(compute_logits: Callable[..., Tensor], mode: str) -> str:
             found, reason = self._run(batch, compute_logits, mode, training=True)
@@ -140,7 +137,6 @@ class Comparison:
             parallel.forward_only = True
             message = "warning: the loss is computed from the logits of forward"
             log.warning("%s, which takes more memory: for hidden and head, %s", message, text)
-        return ""
 
     def _compare_partitioned(self, batch: Batch) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
