@@ -24,7 +24,7 @@ def as_config_errors(
         cfg: Configuration of the run.
         key: Key of the option.
         code: Exit code, except for a FileNotFoundError.
-        misfit: Hint for a ValueError about something that is intact and does not fit.
+        misfit: Hint, except for a FileNotFoundError and a DataError.
 
     Raises:
         ConfigError: If the block raises one of the errors above.

@@ -86,7 +86,7 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     """Load net and tokenizer of `from_run`, for a command that generates or scores text.
 
     `ckpt_path` is "best", the default, or "last". The net is on the CPU and in evaluation mode.
-    torch gets as many threads as this process may use cores.
+    torch gets as many threads as this process may use cores, unless OMP_NUM_THREADS is set.
 
     Returns:
         The net, its tokenizer (None if the run's data had none), and the type of the device of

@@ -97,7 +97,7 @@ def to_json(value: object, indent: int | None = 1) -> bytes:
 
 
 def encode(row: Row) -> bytes:
-    """Return a row as one line of JSON, with its line end. NaN and infinity become null."""
+    """Return a row as one line of JSON with its line end, by the rules of `to_json`."""
     return to_json(row, indent=None)
 
 

@@ -12,10 +12,10 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the random generators of Python, NumPy, torch's CPU and current GPU.
+    """Return the states of the random generators of Python, NumPy, torch's CPU and accelerator.
 
-    The dict has an entry for each generator. That of the GPU, or of another accelerator, is left
-    out if this process has not used the device yet.
+    The dict has an entry for each generator. That of a GPU, except on MPS, is left out if this
+    process has not used the GPU yet.
     """
     numpy_state = numpy.random.get_state(legacy=False)
     numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()

@@ -20,7 +20,7 @@ from gptrain.checkpoints.tensors import Shard, Tensors, encode, shard_of
 class Save:
     """One rank's part of a save. All ranks make this object, which starts to write in a thread.
 
-    Then all ranks call `finish`, which waits for the thread.
+    Then all ranks call `finish`, which waits for the thread and raises the same errors.
 
     Args:
         folder: Folder of the files, which rank 0 creates or empties. Its parent may be missing.

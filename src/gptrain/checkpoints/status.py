@@ -108,5 +108,5 @@ def clear_status(run_dir: str | Path) -> None:
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """Write {"metrics": metrics, **facts} to the file `path`, result.json, or replace it."""
+    """Write {"metrics": metrics, **facts} to `path`, a run's result.json, by `files.replace`."""
     files.replace(Path(path), files.to_json({"metrics": metrics} | facts))

@@ -13,7 +13,7 @@ def line(label: str, text: object) -> str:
 
 
 def count_text(n: int, noun: str) -> str:
-    """Return a number with its noun in the right form: `1 step`, `2 steps`."""
+    """Return a number and its noun, with an s unless the number is 1: `1 step`, `2 steps`."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 

@@ -55,7 +55,7 @@ def read_values(path: str | Path) -> Any:
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a file, or an empty dict if it is missing, damaged or has none."""
+    """Return the mapping in a file, or {} if `read_values` cannot read it or it has none."""
     with suppress(OSError, UnreadableFileError):
         if isinstance(values := read_values(path), dict):
             return values

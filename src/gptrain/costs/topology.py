@@ -16,7 +16,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the hea
 
 
 def speed(link: str) -> int:
-    """Return a number that is higher for a faster link, of which `link` is the word of nvidia-smi.
+    """Return a number for a link's word of nvidia-smi, higher for a faster link.
 
     It is the number of NVLinks for a word such as "NV4", negative for PCIe, such as "PHB", and
     lowest for an unknown word.

@@ -82,7 +82,8 @@ class StepGuard:
     """Decides on the device whether the optimizer takes each step of a run.
 
     Attributes:
-        on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out.
+        on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out. Under
+            16-mixed both leave it out.
         on_spike: "warn" only reports spikes, "skip" leaves them out, "none" does not look for them.
         spikes: Window of losses and norms that tells what a spike is.
         max_skips: Number of consecutive refused steps after which the run ends.

@@ -146,9 +146,9 @@ def from_rank_0(value: T) -> T:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather a picklable value of each rank of a group, or of all, in rank order. Collective.
+    """Return on each rank the values of all ranks, or of a group, in rank order. Collective.
 
-    Without a process group the list has `value` only.
+    The values must be picklable. Without a process group the list has `value` only.
     """
     if not dist.is_initialized():
         return [value]

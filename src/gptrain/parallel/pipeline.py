@@ -152,7 +152,7 @@ class Pipeline(Parallel):
         return self.evaluate(batch, partial(self.head_loss, net, options=options))
 
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V) and targets (C,) on the last stage only. All ranks must iterate."""
+        """Yield what `Parallel.logits` yields, on the last stage only. All ranks must iterate."""
         outputs: list[tuple[Tensor, Tensor]] = []
 
         def keep(hidden: Tensor, targets: Tensor) -> Tensor:

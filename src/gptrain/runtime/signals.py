@@ -76,11 +76,11 @@ def ignore_in_worker(_worker_id: int = 0) -> None:
 
 
 def kill_workers() -> None:
-    """Kill the data workers of this process, and wait until they have ended.
+    """Kill the data workers of this process, and its other daemonic multiprocessing children.
 
-    Call it at the end of a run, and by atexit: multiprocessing would end the workers by SIGTERM,
-    which they ignore, and wait forever. torch would wait ten seconds for each worker of a loader
-    that is collected as garbage.
+    Waits at most ten seconds for the end of each. Call it in the main thread, at the end of a run
+    and by atexit: multiprocessing would end the workers by SIGTERM, which they ignore, and wait
+    forever. torch would wait ten seconds for each worker of a loader that is collected as garbage.
     """
     # torch's handler raises for a killed worker.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -148,7 +148,10 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the metrics of the validation into the manifest of the checkpoint of its step."""
+        """Write the logged values, without perf/*, into the manifest of the step's checkpoint.
+
+        The first validation warns of missing metrics. A run that resumed only to validate ends.
+        """
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         trainer.should_stop |= self._only_validates
