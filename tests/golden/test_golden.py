@@ -198,6 +198,8 @@ COMMANDS = (
     "generate from_run=chat prompt=Hello n_tokens=3 temperature=0",
     "model=my_lstm data=my_digits module=my_module callbacks=[ema,my_callback] trainer.max_steps=2 "
     "trainer.accelerator=cpu logger=none run_dir=yours",
+    "model=gpt_nano ~data +data._target_=tests.lit.own.data.DataModule +data.num_samples=44 "
+    "trainer.max_steps=3 trainer.accelerator=cpu logger=none callbacks=none run_dir=datamodule",
     f"{TINY} model=gpt_nano -m optimizer.lr=1e-3,2e-3 run_dir=sweep",
     f"{TINY} model=gpt_nano -m optimizer.lr=1e-3,3e-3 run_dir=sweep ckpt_path=last",
     "runs sweep",
