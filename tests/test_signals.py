@@ -47,6 +47,14 @@ with StopFlag() as flag:
     os.kill(worker, signal.SIGKILL)
     print(flag.signal, alive)
 """
+BEGINNING = """
+import os
+from gptrain.lit.datamodule import Loader
+from gptrain.runtime.signals import StopFlag
+with StopFlag() as flag:
+    os.write(1, b"ready")
+    print(*Loader(range(2), num_workers=1, worker_init_fn=lambda _: os.killpg(0, 15)), flag.signal)
+"""
 
 
 @pytest.fixture
@@ -96,6 +104,11 @@ def test_a_data_worker_survives_signals_to_the_group(start):
         os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=30)
     assert out.decode().split()[1] == "True"
+
+
+def test_a_data_worker_survives_signals_while_it_begins(start):
+    out, _ = start(BEGINNING).communicate(timeout=60)
+    assert out.decode() == "tensor([0]) tensor([1]) SIGTERM\n"
 
 
 @pytest.mark.parametrize(("handler", "is_asked"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])

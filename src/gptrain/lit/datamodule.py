@@ -1,6 +1,7 @@
 """TextDataModule: the training and evaluation batches of one rank, in an order that can resume."""
 
 import atexit
+import signal
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBa
 from gptrain.data.samples import count_batch_targets, len_of
 from gptrain.data.stream import StreamDataset, StreamPositions, StreamReader, find_stream
 from gptrain.parallel.mesh import gather
-from gptrain.runtime.signals import ignore_in_worker, kill_workers
+from gptrain.runtime.signals import SIGNALS, ignore_in_worker, kill_workers
 
 
 @dataclass(eq=False)
@@ -170,7 +171,7 @@ class TextDataModule(pl.LightningDataModule):
             part = (self.seed, self.rank, self.world_size, self.positions.start)
             start_worker = partial(start_stream_worker, self.stream, part)
         has_workers = n_workers > 0
-        loader = Loader(
+        return Loader(
             reader,
             batch_sampler=batches,
             # Without a generator, DataLoader would draw the seed of its workers from the global
@@ -185,7 +186,6 @@ class TextDataModule(pl.LightningDataModule):
             # A forked worker shares the dataset. Python 3.14 does not fork by default.
             multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
         )
-        return loader
 
 
 class Loader(DataLoader):
@@ -208,7 +208,12 @@ class Loader(DataLoader):
     # DataLoader declares that this method returns its own iterator class.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         """Yield the batches of one epoch, after each group of `read_ahead` batches was loaded."""
-        batches: Iterator[Any] = super().__iter__()
+        # torch's own handler would end a worker that does not ignore SIGTERM yet.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit it
+        try:
+            batches: Iterator[Any] = super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self.positions is not None:
             batches = self.positions.record(batches)
         atexit.unregister(kill_workers)  # register the function only once
