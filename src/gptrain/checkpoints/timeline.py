@@ -56,13 +56,11 @@ def add_start(run_dir: str | Path, step: int) -> None:
 class Timeline:
     """Records the phases of one start of a run in timeline.jsonl. The first phase is "starting".
 
-    `step` is the number of optimizer steps done. The methods raise an OSError if they cannot write.
+    `step` is the number of optimizer steps done. The methods raise an OSError if they cannot write,
+    and `end` an OSError or an UnreadableFileError if it cannot read.
 
     Args:
         folder: Run folder. If it is None, as on ranks other than 0, the methods do nothing.
-
-    Raises:
-        OSError, UnreadableFileError: If timeline.jsonl cannot be read.
     """
 
     def __init__(self, folder: Path | None):
