@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import find_weights
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.manifest import read_manifest, step_of
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME
 from gptrain.checkpoints.store import CheckpointStore
@@ -107,7 +107,8 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
         if requested:
             store.clean()
         if requested == "last":
-            checkpoint = store.newest_intact()
+            if checkpoint := store.newest_intact():
+                store.set_aside_after(step_of(checkpoint), "damaged")
         elif requested == "best":
             checkpoint = store.best(monitor, cfg.checkpoint.mode)
             if checkpoint is None:

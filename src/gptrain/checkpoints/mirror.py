@@ -4,8 +4,8 @@ An object store has no rename. So the manifest of a copy is written last, and it
 when a step is saved again: a folder without a manifest is not a checkpoint. Keys of an object store
 may contain "..", so only the files that a manifest lists are copied back, and then verified. A copy
 is removed only when the run has passed its step and pruned the original, or has gone back before
-it. A run that resumes from an old image of its disk keeps newer copies until it reaches their
-steps.
+it. A run that resumes from an old image of its disk, or because newer originals are damaged, keeps
+newer copies until it reaches their steps.
 """
 
 import logging

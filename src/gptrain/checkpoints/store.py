@@ -6,7 +6,8 @@ synced. A process that is killed at any point leaves the earlier checkpoints. Lo
 highest step of which every byte is verified. A step is saved before its validation, and
 `set_metrics` adds the metrics afterwards.
 
-`step-00000500.unused-*` was damaged, or the run has gone back before it. It is never removed.
+`step-00000500.damaged-*` could not be verified, and before `.unused-*` the run has gone back. They
+are never removed.
 `.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
 `.copy-step-00000500` is being copied from a mirror, and is not verified yet.
 """
@@ -211,15 +212,15 @@ class CheckpointStore:
 
     # Housekeeping
 
-    def set_aside_after(self, step: int) -> None:
+    def set_aside_after(self, step: int, why: str = "unused") -> None:
         """Rename the checkpoints of later steps, on rank 0, when a run continues from `step`.
 
-        They are damaged, or the run has gone back before them: they must not count as the newest
-        ones. Nothing removes the renamed folders.
+        They are "damaged", or the run has gone back before them: they must not count as the newest
+        ones. Nothing removes the renamed folders. A mirror keeps the copies of damaged ones.
         """
         for path in self.paths():
             if step_of(path) > step:
-                aside = path.with_suffix(f".unused-{time.time_ns()}")
+                aside = path.with_suffix(f".{why}-{time.time_ns()}")
                 os.rename(path, aside)
                 _log.warning("warning: %s set aside as %s", path, aside.name)
 
