@@ -94,6 +94,7 @@ class TokenDataset(BatchDataset):
         extra = seq_len - 1 if keep_tail else 0
         lengths = [max(0, file.n_tokens - 1 + extra) // seq_len for file in self.files]
         self._firsts = np.cumsum([0, *lengths])  # (files + 1,) first window of each file
+        self._maps: dict[int, np.ndarray] = {}
         if not len(self):
             message = f"{self.n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
             raise DataError(f"{self.files[0].path}: {message}")
@@ -124,11 +125,11 @@ class TokenDataset(BatchDataset):
         """Return a batch: tokens (B, T) and targets (B, T), int64."""
         batch = np.full((len(indices), self.seq_len + 1), IGNORED, dtype=np.int64)  # (B, T+1)
         numbers = (np.searchsorted(self._firsts, indices, side="right") - 1).tolist()
-        # Not an attribute: pickle would copy the content of a map to a data worker.
-        maps = {number: self.files[number].map() for number in {*numbers}}
         for row, index, number in zip(batch, indices, numbers, strict=True):
             start = (index - int(self._firsts[number])) * self.seq_len
-            window = maps[number][start : start + self.seq_len + 1]
+            if number not in self._maps:
+                self._maps[number] = self.files[number].map()
+            window = self._maps[number][start : start + self.seq_len + 1]
             row[: len(window)] = window
         tokens = torch.from_numpy(batch[:, :-1])
         targets = torch.from_numpy(batch[:, 1:])
@@ -139,6 +140,10 @@ class TokenDataset(BatchDataset):
         n_files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
         epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
         return f"{self.n_tokens:,} tokens{n_files}{epochs}"
+
+    def __getstate__(self) -> dict:
+        """Return the attributes for pickle, without memory maps, whose content would be copied."""
+        return {**self.__dict__, "_maps": {}}
 
 
 def token_dtype(vocab_size: int) -> str:
