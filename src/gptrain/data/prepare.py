@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -126,12 +126,14 @@ class TextDataset(TokenDataset):
                     loaded = train_bpe(texts, vocab_size or 0, draft / FILE_NAME, has_end)
                 else:
                     loaded.save(draft)
-                n_bytes = sum(size for _, size, *_ in states)
-                write_tokens(draft, read(), loaded, has_end, n_bytes)
+                write_tokens(draft, read(), loaded, has_end, sum(size for _, size, *_ in states))
                 if file_states(files) != states:
                     raise DataError(f"{path}: a file changed while it was read; start again")
-                with suppress(OSError):  # another process may have prepared the same text first
+                try:
                     draft.rename(folder)
+                except OSError:  # another process may have prepared the same text first
+                    if not folder.exists():
+                        raise
         self.tokenizer = load_tokenizer(folder)
         self.token_bytes = self.tokenizer.token_bytes
         self.end_id = self.tokenizer.end_id if has_end else None

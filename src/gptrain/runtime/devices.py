@@ -72,9 +72,8 @@ def accelerator_of(name: str) -> str:
     """
     has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     candidates = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(name, (name,))
-    for candidate in candidates:
-        if has[candidate]:
-            return candidate
+    if found := next((candidate for candidate in candidates if has[candidate]), None):
+        return found
     raise ConfigError.of("trainer.accelerator", name, "not on this machine", hint="trainer=cpu")
 
 

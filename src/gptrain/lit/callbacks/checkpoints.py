@@ -192,8 +192,7 @@ class Checkpoints(Checkpoint):
             return
         self.saved_step = step
         self.beat(phase="save", allow_s=WRITING_S)
-        n_parameters = sum(p.numel() for p in strategy.full_net.parameters())
-        is_large = n_parameters >= BACKGROUND_PARAMETERS
+        is_large = sum(p.numel() for p in strategy.full_net.parameters()) >= BACKGROUND_PARAMETERS
         is_last = self.stopping or step == trainer.max_steps
         with self.timeline.during("saves", step):
             strategy.save_to_store = partial(
