@@ -23,12 +23,20 @@ TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
 def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
-    """Write the tokenizer's files to the run folder, so that it can be moved without its data.
+    """Write the files of the tokenizer to the run folder, on rank 0, before a fit.
 
-    Without a tokenizer in the data, the folder gets that of `data.tokenizer` or `init_from`. Chat
-    template, generation config and the like are copied from each of these with the same
-    tokenizer.json as the run, or without one if it has none; the first that has a file counts. The
-    end token of the data comes before other end tokens: generation stops at each of them.
+    The tokenizer is that of the training set. If the set has none, the files are copied from the
+    folder of `data.tokenizer`, or else of `init_from`, if these have any. From those of the two
+    folders whose tokenizer.json is the run's (or missing, as the run's), the chat template, the
+    generation config and other small files are copied, too; `data.tokenizer` wins. The end token of
+    the training set becomes the first `eos_token_id` of the run's generation config.
+
+    Args:
+        cfg: Configuration of the run, whose folder must exist.
+        train: Training set. Its attributes `tokenizer` and `end_id` are read if it has them.
+
+    Raises:
+        OSError: If a file cannot be read or written.
     """
     run_dir = Path(cfg.run_dir)
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
@@ -50,7 +58,7 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
 
 
 def read_ends(generation: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the end tokens in a parsed generation_config.json, or an empty list."""
+    """Return the valid ids under `eos_token_id` in a parsed config, in order. [] without any."""
     ends = read_ids(generation).get("eos_token_id", [])
     return ends if isinstance(ends, list) else [ends]
 
@@ -58,9 +66,15 @@ def read_ends(generation: Mapping[str, Any]) -> list[int]:
 def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
     """Return the ids of special tokens in a parsed config.json or generation_config.json.
 
-    The keys are those of ID_KEYS that have a valid id, the values a number, or a list of several.
-    Ids that are not below `vocab_size`, if given, are left out, because they are defaults of
-    transformers for another tokenizer.
+    Ids that are no integers, that are negative or that are not below `vocab_size` are left out. The
+    last are defaults of transformers for another tokenizer.
+
+    Args:
+        facts: Content of the file.
+        vocab_size: Number of token ids of the net. None sets no bound.
+
+    Returns:
+        Key of ID_KEYS -> id, or list of ids if there are several. A key without an id is missing.
     """
     special_ids, end = {}, vocab_size or sys.maxsize
     for key in ID_KEYS:

@@ -13,18 +13,17 @@ from gptrain.parallel.requirements import IncompatibleModelError
 def as_config_errors(
     cfg: RunConfig, key: str = "", code: int = BAD_CONFIG, misfit: str = ""
 ) -> Generator[None, None, None]:
-    """Turn errors inside the block into a ConfigError, one line that names the option.
+    """Turn errors inside a `with` block into a ConfigError, one line that names a config key.
 
-    An IncompatibleModelError names the option itself. Any other ValueError, a TypeError about a
-    keyword argument that a class does not take, and a FileNotFoundError (exit code 66) are reported
-    for `key`; if `key` is empty, they are raised as they are. Errors of all other types pass
-    unchanged.
+    An IncompatibleModelError names the key itself. Any other ValueError (also a DataError), a
+    TypeError about a keyword argument that a function does not take, and a FileNotFoundError are
+    reported for `key`. All other errors pass unchanged, and with an empty `key` also these.
 
     Args:
-        cfg: Configuration of the run.
-        key: Key of the option.
-        code: Exit code, except for a FileNotFoundError.
-        misfit: Hint, except for a FileNotFoundError and a DataError.
+        cfg: Configuration of the run, which has the value of the key.
+        key: Dotted key of the option.
+        code: Exit code. A FileNotFoundError always has 66.
+        misfit: Hint of the error. A FileNotFoundError and a DataError have none.
 
     Raises:
         ConfigError: If the block raises one of the errors above.

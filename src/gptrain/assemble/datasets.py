@@ -24,12 +24,12 @@ from gptrain.lit.user_data import LOADERS, UserData
 from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import this_process
 
-Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
-STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
+_Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
+_STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 PAIR = "a pair of int64 (tokens (T,), targets (T,)), see gptrain.data, or a module that reads these"
 
 
-def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
+def _build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """Build a user's LightningDataModule, and set it up, to know the number of its batches.
 
     Lightning calls `prepare_data` and `setup` again when the run begins. A misuse of Lightning and
@@ -56,7 +56,7 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     return UserData(module, loader, key, devices.world_size)
 
 
-def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
+def _build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
     """Build `data.<name>`, as pairs for a LanguageModel. A ConfigError if it has no index."""
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
@@ -73,36 +73,49 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     return as_pairs(dataset, key) if issubclass(module_type, LanguageModel) else dataset
 
 
-def build_datasets(cfg: RunConfig) -> Datasets:
-    """Build the training, validation and test set.
+def build_datasets(cfg: RunConfig) -> _Datasets:
+    """Build the training, validation and test set of a run. The function uses no collective.
 
-    The last is None if `data.test` is not given.
-    A LightningDataModule becomes one UserData, which is both the first and the second.
+    The first call on a machine may write caches, such as the tokens of a corpus. The test set is
+    None if `data.test` is not given. For a LightningDataModule one UserData is both the training
+    and the validation set, and the test set is None.
+
+    Raises:
+        ConfigError: If a file is missing (exit code 66), if a class makes no dataset with
+            `__len__` and `__getitem__`, if a stream is to be overfitted, or if Lightning refuses
+            the LightningDataModule.
+        DataError: If data of gptrain's datasets are empty or damaged. Other errors of the classes
+            pass unchanged.
     """
     if isinstance(cfg.data, DataModuleConfig):
-        data = build_user_data(cfg, cfg.data)
+        data = _build_user_data(cfg, cfg.data)
         return data, data, None
-    train, val = build_dataset(cfg, "train"), build_dataset(cfg, "val")
+    train, val = _build_dataset(cfg, "train"), _build_dataset(cfg, "val")
     # Also for a fit: a user's train.py may test after it.
-    return train, val, None if cfg.data.test is None else build_dataset(cfg, "test")
+    return train, val, None if cfg.data.test is None else _build_dataset(cfg, "test")
 
 
-def reads_test_set(cfg: RunConfig) -> bool:
-    """Return whether the run reads the test set: with task=test, and under fast_dev_run."""
-    return cfg.task == "test" or bool(cfg.trainer.fast_dev_run)
+def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _Datasets) -> None:
+    """Check that the training has an end, and the first sample of each dataset that the run reads.
 
+    The sample must be a pair of tokens and targets if `read_as_pairs` has the dataset. Otherwise it
+    may have any form. An empty training set passes.
 
-def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: Datasets) -> None:
-    """Check that the training has an end, and the first sample of each dataset that is read.
+    Args:
+        cfg: Configuration of the run.
+        module: Class of the module.
+        datasets: Result of `build_datasets`. A test set of None stands for the validation set.
 
-    Steps that a user wrote may read samples of any form, which are not checked. Raises a
-    ConfigError, about the samples with exit code 65.
+    Raises:
+        ConfigError: If the training data are a stream without a length and nothing ends the run
+            (exit code 2), or if a sample is no such pair, or if the validation or test set is empty
+            (65).
     """
     (train, val, test), pairs = datasets, read_as_pairs(module)
     read = {"train": train} if cfg.task == "fit" else {}
     if cfg.task != "test":
         read["val"] = val
-    if reads_test_set(cfg):
+    if cfg.task == "test" or cfg.trainer.fast_dev_run:
         read["test"] = val if test is None else test
     trainer = cfg.trainer
     has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
@@ -117,19 +130,19 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: Da
         if name != "train" and not len_of(dataset):
             raise ConfigError.of(f"data.{name}", None, "no samples", code=BAD_DATA)
         if name in pairs and len_of(dataset):
-            check_pair(f"data.{name}", dataset)
+            _check_pair(f"data.{name}", dataset)
 
 
 def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
-    """Return which of "train", "val" and "test" are read by a step that LanguageModel defines.
+    """Return those of "train", "val" and "test" whose step the module has from LanguageModel.
 
-    Such a step reads pairs (tokens, targets), a step that a user wrote batches of any form.
+    These steps read pairs (tokens, targets). Steps that a user wrote read batches of any form.
     """
-    steps = STEPS.items()
+    steps = _STEPS.items()
     return {n for n, s in steps if getattr(module, s, None) is getattr(LanguageModel, s)}
 
 
-def check_pair(key: str, dataset: Dataset) -> None:
+def _check_pair(key: str, dataset: Dataset) -> None:
     """Raise a ConfigError unless the first sample is a pair that LanguageModel can train on."""
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
@@ -144,7 +157,12 @@ def check_pair(key: str, dataset: Dataset) -> None:
 
 
 def find_tokens(sample: Any) -> Tensor | None:
-    """Return the tokens (T,) of a sample of text, or None if its first values are no integers."""
+    """Return the first array of a sample as its tokens (T,), or None if the sample is no text.
+
+    Args:
+        sample: Tensors, numpy arrays and scalars, also nested in tuples, lists and dicts. The
+            sample is no text if its first array has floats, several dimensions or no element.
+    """
     leaves = tree_leaves(sample)
     arrays = (leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim)
     first = torch.as_tensor(next(arrays, 0.0))
@@ -152,7 +170,15 @@ def find_tokens(sample: Any) -> Tensor | None:
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
-    """Return the first micro-batches per rank, or a fraction of the data, but at least one step."""
+    """Return the first samples of a dataset, as `trainer.overfit_batches` asks for.
+
+    They are at least those of one optimizer step, unless the dataset has fewer.
+
+    Args:
+        dataset: Training set with a length and an index.
+        batches: Micro-batches of each rank if it is an int, the fraction of the samples if a float.
+        batch: Batch plan of the run.
+    """
     sequences = batch.batch_size * batch.data_parallel_size
     n_all = len_of(dataset)
     n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences

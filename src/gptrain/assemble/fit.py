@@ -33,9 +33,9 @@ class RunFailed(Exception):
     """Raised by `fit` if a run started and did not finish.
 
     Attributes:
-        lines: Lines of the error message.
-        code: Exit code of the run. 75 means that the run saved a checkpoint and stopped.
-        folder: Run folder. `fit([..., f"run_dir={folder}", "ckpt_path=last"])` continues the run.
+        lines: Lines of the message with which the run ended. `str` joins them.
+        code: Exit code of the run. 75 means that the run was asked to stop and can be resumed.
+        folder: Run folder. `fit([..., f"run_dir={folder}", "ckpt_path=last"])` resumes the run.
     """
 
     def __init__(self, lines: list[str], code: int, folder: Path):
@@ -50,9 +50,9 @@ class RunFailed(Exception):
 class FinishedRun:
     """A run that finished.
 
-    The first read of `net` or `tokenizer` loads both by `gptrain.load`, with its errors. It selects
-    the run's project for this process: GPTRAIN_CONF is set, and the project's src/ is appended to
-    `sys.path`.
+    The first read of `net` or `tokenizer` loads both by `gptrain.load`, with its errors, and keeps
+    them. It also selects the run's project for this process: GPTRAIN_CONF is set, and the project's
+    src/ is appended to `sys.path`.
 
     Attributes:
         folder: Run folder.
@@ -64,21 +64,22 @@ class FinishedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final metrics of result.json under their logged names. Losses are in nats per token.
+        """Final metrics of result.json under their logged names, such as "val/loss".
 
         Raises:
-            OSError, UnreadableFileError: If the file is missing or damaged.
+            OSError: If the file is missing, as after fast_dev_run, or cannot be read.
+            UnreadableFileError: If the file is damaged.
         """
         return read_values(self.folder / RESULT_NAME)["metrics"]
 
     @property
     def net(self) -> nn.Module:
-        """Net with the best weights, on the CPU and in evaluation mode. Loaded when first read."""
+        """Net with the best weights of the run, on the CPU and in evaluation mode."""
         return self._loaded[0]
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of the run's text, or None if the run's data has no tokenizer."""
+        """Tokenizer in the run folder, or None if the run's data has no tokenizer."""
         return self._loaded[1]
 
     @cached_property
@@ -92,7 +93,7 @@ class FinishedRun:
 
 
 def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> FinishedRun:
-    """Run `python train.py <overrides>` and return the finished run.
+    """Run `python train.py <overrides>` in a new process, wait for it, and return the finished run.
 
     The run writes to the standard streams of this process. In a rank of torchrun, srun or mpirun,
     the new process is that rank of the run. Ctrl-C, or a notebook's stop button, lets the run save
@@ -104,8 +105,8 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Finish
             around the working directory.
 
     Raises:
-        ConfigError: If the run was refused before it started. `.lines` has one line per problem,
-            `.code` is the exit code.
+        ConfigError: If the run was refused before it started, if there is no project, or if a word
+            is a flag. `.lines` has one line per problem, `.code` is the exit code.
         RunFailed: If the run started and did not finish.
     """
     words, conf = list(overrides), Path(conf).absolute() if conf else locations.find_conf()

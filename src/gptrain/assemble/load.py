@@ -28,8 +28,8 @@ from gptrain.parallel import state as states
 from gptrain.runtime.devices import accelerator_of, set_threads
 
 log = logging.getLogger(__name__)
-SAFETENSORS = "model.safetensors"
-INDEX = f"{SAFETENSORS}.index.json"  # transformers writes it for weights in several files
+_SAFETENSORS = "model.safetensors"
+_INDEX = f"{_SAFETENSORS}.index.json"  # transformers writes it for weights in several files
 _MAX_LEVELS = 4  # a run folder is at most so many levels above a checkpoint's file
 
 
@@ -47,25 +47,25 @@ def load(
     is changed.
 
     Args:
-        source: Run folder, checkpoint folder, folder of gptrain.export, or file that Lightning
-            saved.
-        which: For a run, "best" by its checkpoint.monitor (the newest checkpoint if no metric was
-            measured), or "last".
+        source: Run folder, checkpoint folder in it, folder of `gptrain.export`, or file that
+            Lightning saved.
+        which: "best" or "last", the checkpoint of a run folder. The best is chosen by the run's
+            `checkpoint.monitor`. If no checkpoint has this metric, it is the newest one.
         trust: Whether to load a folder that another person made. Its config can run any code.
         with_tokenizer: Whether to return the tokenizer, too.
 
     Returns:
-        The net, or the pair (net, tokenizer). The tokenizer is None if the run's data had none.
+        The net, or the pair (net, tokenizer) if `with_tokenizer` is true. The tokenizer is None if
+        the folder has no tokenizer.json.
 
     Raises:
         FileNotFoundError: If there is no run and no file of weights.
-        DamagedCheckpointError, DataError: If a file is damaged, or would execute code.
+        DataError: If a file is damaged, or would execute code. A DamagedCheckpointError is one.
         OSError: If a file cannot be read.
         ModuleNotFoundError: If an optional package that a file needs is missing.
-        ConfigError: If the folder is not trusted.
+        ConfigError: If the folder is not signed with this user's key, and `trust` is false.
         ValueError: If the weights belong to another net, or `which` is unknown.
-
-    If the class of the net does not take the keys of the config, its own error is raised.
+        Exception: If the class of the net refuses the keys of the config, with its own error.
     """
     if which not in ("best", "last"):
         raise ValueError(f"which={which!r}: not known; allowed: best, last")
@@ -85,16 +85,20 @@ def load(
 def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     """Load net and tokenizer of `from_run`, for a command that generates or scores text.
 
-    `ckpt_path` is "best", the default, or "last". The net is on the CPU and in evaluation mode.
     torch gets as many threads as this process may use cores, unless OMP_NUM_THREADS is set.
 
+    Args:
+        cfg: Configuration of the command. `from_run` must be given. `ckpt_path` is "best", "last"
+            or None, which stands for the best.
+
     Returns:
-        The net, its tokenizer (None if the run's data had none), and the type of the device of
-        `trainer.accelerator`, such as "cuda", to which the caller moves the net.
+        The net on the CPU and in evaluation mode; its tokenizer, or None if the folder has none;
+        and the type of the device of `trainer.accelerator`, such as "cuda", to which the caller
+        moves the net.
 
     Raises:
-        ConfigError: If this machine does not have the device, or if `from_run` is not trusted,
-            damaged (exit code 65) or missing (66), or does not fit its net (65).
+        ConfigError: If this machine does not have the device, or if `from_run` is not trusted (exit
+            code 2), is damaged or does not fit its net (65), or is missing (66).
         OSError: If a file cannot be read.
         ModuleNotFoundError: If an optional package that a file needs is missing.
     """
@@ -107,10 +111,17 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
 
 
 def build_target(node: Mapping[str, Any], key: str) -> Any:
-    """Build and return the object that a node with a `_target_` describes.
+    """Build and return the object that a node with a `_target_` describes, as Hydra does.
 
-    Lists and dicts among the arguments are plain Python objects. Raises what the class raises, but
-    for a FileNotFoundError a ConfigError of `key` with exit code 66.
+    Nodes among its arguments are built, too. Lists and dicts are plain Python objects.
+
+    Args:
+        node: `_target_` and its keyword arguments.
+        key: Dotted key of the node, for the ConfigError.
+
+    Raises:
+        ConfigError: If a file is missing: instead of a FileNotFoundError, with exit code 66.
+        Exception: If the target cannot be imported or raises it.
     """
     try:
         return instantiate(node, _convert_="all")
@@ -124,17 +135,21 @@ def build_target(node: Mapping[str, Any], key: str) -> Any:
 def build_net(model: ModelConfig) -> nn.Module:
     """Build the net of a model group with its initial weights, on torch's default device.
 
-    The weights depend on the state of torch's random generator, which the caller seeds. Raises what
-    the class raises, but for a FileNotFoundError a ConfigError with exit code 66.
+    The weights depend on the state of torch's random generator, which the caller seeds. The errors
+    are those of `build_target`.
     """
     return build_target(model.node(), "model")
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer in the folder of a run or an export, or None if there is none.
+    """Return the tokenizer in the folder of a run or an export, or None without a tokenizer.json.
 
-    Its `stop_ids` are the end tokens in the generation_config.json of the folder, if any. Raises a
-    DataError if a file is damaged, or an OSError if it cannot be read.
+    Its `stop_ids` are the end tokens in the generation_config.json of the folder, or [] if this
+    file is missing, damaged or a symbolic link.
+
+    Raises:
+        DataError: If a file of the tokenizer is damaged.
+        OSError: If a file of the tokenizer cannot be read.
     """
     if not (folder / FILE_NAME).exists():
         return None
@@ -175,14 +190,16 @@ def find_weights(
     Nothing is renamed or removed, because the run may still be running.
 
     Args:
-        source: Run folder, checkpoint folder, folder of safetensors files, or a file.
-        which: For a run folder, "best" (the newest if no metric was measured) or "last".
-        monitor: Logged name of the metric.
+        source: Run folder, checkpoint folder or a file in it, folder with model.safetensors or its
+            index, or any other file, which is returned as it is.
+        which: For a run folder, "best" or "last". Damaged checkpoints are passed over. "best" is
+            the newest checkpoint if none has the metric.
+        monitor: Logged name of the metric for "best".
         mode: "min" if its lowest value is the best, "max" if the highest is.
 
     Raises:
         FileNotFoundError: If there are no weights.
-        DamagedCheckpointError: If the checkpoint is damaged.
+        DamagedCheckpointError: If the checkpoint is damaged, or every checkpoint of the run.
         OSError: If a folder cannot be read, or its network file system does not answer.
     """
     source = expand_home(source)
@@ -195,17 +212,18 @@ def find_weights(
     if (folder / MANIFEST_NAME).exists():
         verify(folder)
         return folder
-    for file in (source, source / SAFETENSORS, source / INDEX):
+    for file in (source, source / _SAFETENSORS, source / _INDEX):
         if file.is_file():
             return file
-    what = f"no checkpoint and no {SAFETENSORS} in this folder"
+    what = f"no checkpoint and no {_SAFETENSORS} in this folder"
     raise FileNotFoundError(f"{source}: {what if source.exists() else 'no such file or folder'}")
 
 
 def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
     """Load weights from files into a net, which may be partitioned, in place.
 
-    All ranks must call this function if the net is partitioned over a pipeline.
+    All ranks must call this function if the net is partitioned over a pipeline. Otherwise it uses
+    no collective: each rank reads its own part of the files.
 
     Args:
         net: Net, or the part of it that this rank holds.
@@ -216,22 +234,33 @@ def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
             must be the same, and the net has no stages.
 
     Returns:
-        Phrases about what was loaded in part or not at all.
+        Phrases about what was loaded in part or not at all. Empty if everything was loaded.
 
     Raises:
         UnreadableFileError: If a file is damaged, or would execute code.
         OSError: If a file cannot be read.
         ValueError: If the weights do not fit. The message names the first differing tensors.
     """
-    state = SavedTensors(path if path.is_dir() else read_weights(net, path))
+    state = SavedTensors(path if path.is_dir() else _read_weights(net, path))
     return states.load_net_state(net, state, **options)
 
 
 def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stages) -> None:
-    """Load the weights that `init_from` names into the net, and log what was left out. Collective.
+    """Load weights into the net of a new run, in place, and log what was left out. Collective.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
-    initialized. Raises a ConfigError if the weights are missing, damaged or do not fit.
+    initialized. With `init_strict=false` only tensors with the name and shape of the net's are
+    loaded.
+
+    Args:
+        cfg: Configuration of the run.
+        source: Value of `init_from`: anything that `find_weights` takes.
+        net: Net as the strategy has partitioned it.
+        stages: Stages of the pipeline.
+
+    Raises:
+        ConfigError: If the weights are missing (exit code 66), damaged or do not fit (65).
+        OSError: If a file cannot be read.
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with as_config_errors(cfg, "init_from", BAD_DATA, misfit):
@@ -242,17 +271,17 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stage
         log.warning("warning: init_from: %s", note)
 
 
-def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
+def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file, or of the files of an index, by the net's names.
 
     The method `from_hugging_face` of the net converts weights of transformers. Raises the errors of
     `load_weights`.
     """
-    if path.suffix != ".safetensors" and path.name != INDEX:
-        return net_tensors(net, path)
-    tensors = SavedTensors(path.parent if path.name == INDEX else path).full()
+    if path.suffix != ".safetensors" and path.name != _INDEX:
+        return _net_tensors(net, path)
+    tensors = SavedTensors(path.parent if path.name == _INDEX else path).full()
     config = path.parent / "config.json"
-    if path.name not in (SAFETENSORS, INDEX) or not config.exists():
+    if path.name not in (_SAFETENSORS, _INDEX) or not config.exists():
         return tensors
     if (read := getattr(net, "from_hugging_face", None)) is None:
         raise ValueError(
@@ -265,7 +294,7 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     return read(content, tensors)
 
 
-def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
+def _net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     """Read the net's tensors from a file of Lightning or of torch.save.
 
     A common prefix of the names, such as the name of the net in a LightningModule, is removed.

@@ -23,7 +23,7 @@ from gptrain.optim import decay_groups, scaled_lr
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.state import named_extra_parameters
 
-LOGGED = {"loss", "perplexity", "bits_per_byte"}  # LanguageModel logs val/<name> itself
+_LOGGED = {"loss", "perplexity", "bits_per_byte"}  # LanguageModel logs val/<name> itself
 # Keys of the scheduler group that gptrain reads. A schedule gets those that are in its signature.
 SCHEDULE_KEYS = {
     f"{phase}_{unit}" for phase in ("warmup", "decay", "total") for unit in ("steps", "tokens")
@@ -32,7 +32,12 @@ SCHEDULE_KEYS |= {"start_factor", "min_factor"}
 
 
 def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
-    """Return the module's class, or raise an IncompatibleModelError for the strategy."""
+    """Return the class of `cfg.module`, if the strategy can train it.
+
+    Raises:
+        IncompatibleModelError: If the strategy needs a LanguageModel and the class is another one,
+            or if the class overrides `loss` and the strategy has a pipeline.
+    """
     strategy = strategy_name(cfg.strategy.name, world_size)
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
@@ -47,8 +52,11 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
 
 
 def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
-    """Raise a ConfigError for a metric with the name of a value that LanguageModel logs."""
-    names = LOGGED.intersection(cfg.module.plain().get("metrics") or {})
+    """Raise a ConfigError for a metric with the name of a value that LanguageModel logs itself.
+
+    Metrics of a module of another class are not checked.
+    """
+    names = _LOGGED.intersection(cfg.module.plain().get("metrics") or {})
     if names and issubclass(module_type, LanguageModel):
         message = "the module itself logs a value of this name"
         raise ConfigError.of(f"module.metrics.{min(names)}", None, message)
@@ -57,10 +65,20 @@ def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None
 def build_module(
     cfg: RunConfig, net: nn.Module, lengths: RunLengths, val: Dataset | None
 ) -> pl.LightningModule:
-    """Build the module around the net, or raise a ConfigError for arguments that do not fit.
+    """Build the LightningModule of a run, with the keys of `cfg.module` as its arguments.
 
-    A plain LightningModule gets the net if its signature names it; otherwise it makes its own. The
-    bytes per token for bits per byte are those of the validation set `val`.
+    A LanguageModel also gets the net, the functions that make its optimizer and its schedule, the
+    loss options and the metrics. Any other module gets the net only if its signature names `net`.
+
+    Args:
+        cfg: Configuration of the run.
+        net: Net as the strategy has partitioned it.
+        lengths: Length of the run.
+        val: Validation set. Its attribute `token_bytes`, if it has one, has the number of bytes of
+            each token, for bits per byte.
+
+    Raises:
+        ConfigError: If the module or a metric refuses its arguments.
     """
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     options: dict[str, Any] = cfg.module.arguments
@@ -87,11 +105,19 @@ def build_module(
 
 
 def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer for all trainable parameters. A key that is null is left to the class.
+    """Build the optimizer of `cfg.optimizer` for all trainable parameters of a module.
 
-    Weight decay is applied to matrices alone, unless the class makes its own groups by a class
-    method `parameter_groups`, as `gptrain.optim.Muon`. Arguments that do not fit the class are a
-    ConfigError.
+    A key that is null is left to the class. The learning rate is `peak_lr`. Only parameters of two
+    or more dimensions have weight decay, unless the class makes its own groups by a class method
+    `parameter_groups`, as `gptrain.optim.Muon`.
+
+    Args:
+        cfg: Configuration of the run.
+        batch: Batch plan of the run, to whose size the learning rates are scaled.
+        module: LightningModule of the run, or a net on the meta device, to check the arguments.
+
+    Raises:
+        ConfigError: If the class does not take the arguments, or refuses their values.
     """
     options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
     target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
@@ -119,7 +145,17 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
 
 
 def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
-    """Return `lr`, or else the config's or the class's, scaled to the batch. None if not known."""
+    """Return a learning rate as `optimizer.lr_scaling` scales it to the batch of the run.
+
+    Args:
+        cfg: Configuration of the run.
+        batch: Batch plan of the run.
+        lr: Learning rate for `optimizer.reference_batch_size` sequences. None takes `optimizer.lr`,
+            or if that is null the default of the optimizer's class.
+
+    Returns:
+        The scaled learning rate, or None if the class has no default that is a number.
+    """
     options = cfg.optimizer
     lr = options.lr if lr is None else lr
     if lr is None:
@@ -136,8 +172,13 @@ def build_schedule(
 ) -> dict[str, Any]:
     """Build the learning-rate schedule, as the entry `lr_scheduler` of configure_optimizers.
 
-    The target is a function of the step, or a scheduler class. It gets its own keys, and those of
-    SCHEDULE_KEYS that are in its signature. A ReduceLROnPlateau follows `checkpoint.monitor`.
+    The target is a scheduler class, or a function `(step, **keys) -> factor` of the peak learning
+    rate. It gets its own keys, and those of SCHEDULE_KEYS that are in its signature, the lengths of
+    phases in optimizer steps. A ReduceLROnPlateau follows `checkpoint.monitor`.
+
+    Raises:
+        ConfigError: If the length of a phase is not known, see `phase_steps`. Errors of the target
+            pass unchanged.
     """
     options, schedule = cfg.scheduler.arguments, get_method(cfg.scheduler.target)
     parameters = inspect.signature(schedule).parameters

@@ -31,28 +31,29 @@ log = logging.getLogger(__name__)
 
 # Groups whose keys change what is computed, except those whose type has the mark KeepsResult. A
 # resume must not change them without permission.
-DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
+_DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
 # Ends of the keys of datasets that change nothing: a folder, and a seed that follows from `seed`.
-IGNORED = (".cache_dir", ".val.seed")
+_IGNORED = (".cache_dir", ".val.seed")
 # Entries of a manifest that are no config keys, see check_data and keep_warmup.
-EXTRA_ENTRIES = ("data", "warmup_steps")
+_EXTRA_ENTRIES = ("data", "warmup_steps")
 
 
 # Finding the checkpoint
 
 
 def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
-    """Return the folder of the checkpoint of `ckpt_path` or `from_run`, with every byte verified.
+    """Return the folder of the checkpoint that a run begins with, with every byte verified.
 
-    Call it on rank 0 only, under the run lock, before it joins the others. Damaged checkpoints of
-    the run folder may be renamed, and checkpoints may be fetched from the mirror.
+    `ckpt_path` names it, for an evaluation also `from_run`. Call the function on rank 0 only, under
+    the run lock, before the rank joins the others. Damaged checkpoints of the run folder may be
+    renamed, and checkpoints may be fetched from the mirror.
 
     Args:
         cfg: Configuration of the run.
-        lock: Lock of the run folder. Checkpoints of another run are not resumed from.
+        lock: Lock of the run folder, which the caller holds. Its `run_id` is that of the run.
 
     Returns:
-        The folder. None for a run that starts at step 0, also with ckpt_path=last if nothing was
+        The folder. None for a fit that starts at step 0, also with ckpt_path=last if nothing was
         saved yet, and for an evaluation of the initial weights or of those of `init_from`.
 
     Raises:
@@ -80,7 +81,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
     devices = find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     saved, size = manifest["config"], plan_batch(cfg, dims.data).global_batch_size
-    if problems := differences(cfg, saved, size):
+    if problems := _differences(cfg, saved, size):
         raise ConfigError(problems)
     if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
         message = "needs steps of one size, and the global batch size has changed"
@@ -124,8 +125,8 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
 def find_trained(cfg: RunConfig) -> Path:
     """Return the weights that an evaluation or an export reads: a verified checkpoint or a file.
 
-    `ckpt_path` names them. `best` and `last` are looked up in the folder of `from_run`, or in the
-    run's own folder. Without `ckpt_path` they are the best checkpoint.
+    `ckpt_path` names them: a path, or `best` or `last` of the run in the folder `from_run`. Without
+    `from_run` it is the run in `run_dir`, and without `ckpt_path` the best checkpoint.
 
     Raises:
         ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
@@ -143,13 +144,16 @@ def find_trained(cfg: RunConfig) -> Path:
 
 
 def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
-    """Return the keys that must not change for an exact resume, with their values.
+    """Return dotted key -> value for the keys that must not change for an exact resume.
 
-    They are the keys that decide the result: those of the groups model, module, data, optimizer,
-    scheduler and callbacks, the seed, the sequences of an optimizer step over all ranks, the
-    precision and the clipping of gradients. Left out are the callback that prints sampled text,
-    keys of a dataset that only repeat another key, such as `data.seq_len`, and keys that do not
-    change the result, such as `data.num_workers`.
+    They are the keys that decide the result: those of the groups model, module, data, optimizer and
+    scheduler, one entry for each callback, the seed, the global batch size, the precision and the
+    clipping of gradients. Keys with the mark KeepsResult, such as `data.num_workers`, keys that
+    only repeat another key, and callbacks that print sampled text are left out.
+
+    Args:
+        cfg: Configuration of the run.
+        global_batch_size: Sequences of an optimizer step over all ranks.
     """
     facts: dict[str, Any] = {
         "seed": cfg.seed,
@@ -157,24 +161,24 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
         "trainer.precision": cfg.trainer.precision,
     }
-    for group in DECISIVE:
+    for group in _DECISIVE:
         section: Section = getattr(cfg, group)
         keeping = section.keys_that_keep_the_result()
         node = {key: value for key, value in section.plain().items() if key not in keeping}
-        facts |= {k: value for k, value in flatten(node, group).items() if not k.endswith(IGNORED)}
+        facts |= {k: value for k, value in flatten(node, group).items() if not k.endswith(_IGNORED)}
     for name, callback in cfg.callbacks.items():
         if callback and not isinstance(callback, SampleTextConfig):
             facts[f"callbacks.{name}"] = json.dumps(callback.plain(), default=str)
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 
-def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -> list[ConfigIssue]:
+def _differences(cfg: RunConfig, saved: dict[str, Any], size: int) -> list[ConfigIssue]:
     """Return an issue for each key that differs from the saved run and is not in allow_changes.
 
     `saved` is what `identity` returned for the saved run. An evaluation compares only the model
     group.
     """
-    now = identity(keep_precision(cfg, saved), global_batch_size)
+    now = identity(keep_precision(cfg, saved), size)
     part = "" if cfg.task == "fit" else "model."
     # The state of a torch schedule holds its options and replaces those of the config.
     is_fixed = cfg.scheduler.target.startswith("torch.") and (
@@ -185,33 +189,49 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
     return [
         _changed(key, saved.get(key), now.get(key))
         for key in sorted(differing)
-        if key.startswith(part) and key not in EXTRA_ENTRIES and not covers(allowed, key)
+        if key.startswith(part) and key not in _EXTRA_ENTRIES and not _covers(allowed, key)
     ]
 
 
 def check_data(cfg: RunConfig, saved: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Raise a ConfigError if the content of the training data has changed without permission.
+    """Raise a ConfigError if a resumed run reads other training data than its first start.
 
-    A dataset that knows no fingerprint has None.
+    `allow_changes=[data]` permits other data.
+
+    Args:
+        cfg: Configuration of the run.
+        saved: Entry `config` of the checkpoint's manifest.
+        fingerprint: Fingerprint of the training set. None if the dataset has no such attribute.
     """
-    if saved.get("data") != fingerprint and not covers(cfg.allow_changes, "data"):
+    if saved.get("data") != fingerprint and not _covers(cfg.allow_changes, "data"):
         raise ConfigError([_changed("data", saved.get("data"), fingerprint)])
 
 
 def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """Return the config in which `trainer.precision=auto` is the precision of the first start."""
+    """Return the config, with the precision of the run's first start in place of "auto".
+
+    `saved` is the entry `config` of the checkpoint's manifest.
+    """
     if cfg.trainer.precision != "auto":
         return cfg
     return cfg.changed({"trainer.precision": saved["trainer.precision"]})
 
 
 def typed_keys() -> dict[str, str]:
-    """Return key -> text of the overrides that were typed, without `+`. Empty without Hydra."""
+    """Return key -> text for the overrides of this job that were typed, see `shell.by_key`.
+
+    The result is empty if Hydra has not composed the config of this process.
+    """
     return by_key(HydraConfig.get().overrides.task if HydraConfig.initialized() else [])
 
 
 def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:
-    """Return the lengths of a resumed run with the number of warm-up steps of its first start."""
+    """Return the lengths of a resumed run with the number of warm-up steps of its first start.
+
+    The lengths are unchanged if `scheduler.warmup_steps` is another one than at the first start, or
+    if `scheduler.warmup_tokens` is given. `saved` is the entry `config` of the checkpoint's
+    manifest.
+    """
     warmup = cfg.scheduler.warmup_steps
     first = saved.get("warmup_steps")
     is_other = warmup != saved.get("scheduler.warmup_steps") or cfg.scheduler.warmup_tokens
@@ -219,17 +239,18 @@ def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -
 
 
 def changed_options(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the optimizer options named by allow_changes, which get their new values on resume.
+    """Return which keys of the optimizer's parameter groups get their new values on a resume.
 
-    The names are those of keys in a parameter group: `lr` stands for every key that ends in `_lr`.
+    They are the optimizer options that `allow_changes` permits. "lr" stands for every option whose
+    name ends with `_lr`. A name may occur twice.
     """
     keys = cfg.optimizer.plain()
-    changed = (key for key in keys if covers(cfg.allow_changes, f"optimizer.{key}"))
+    changed = (key for key in keys if _covers(cfg.allow_changes, f"optimizer.{key}"))
     # embedding_lr is the `lr` of its parameter group.
     return tuple("lr" if key.endswith("_lr") else key for key in changed)
 
 
-def covers(names: Iterable[str], key: str) -> bool:
+def _covers(names: Iterable[str], key: str) -> bool:
     """Return whether one of the dotted names is the key, or a group that holds the key."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 

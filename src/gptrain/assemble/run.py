@@ -50,17 +50,17 @@ from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
 # Timeouts in seconds, by phase of the start.
-PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
-SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
-CONNECTING_S = 60.0  # after the timeout of the process group, ranks report that some are missing
-STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
+_PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
+_SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
+_CONNECTING_S = 60.0  # after the timeout of the process group, ranks report that some are missing
+_STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
 
 
 def check(cfg: RunConfig) -> None:
     """Check that ranks, batch, net, module and optimizer fit the config, before the run starts.
 
     The net is built on the meta device if its class allows it, so that it takes no memory. Nothing
-    is written, and no process group is needed.
+    is written. No process group is needed: each process checks by itself.
 
     Raises:
         ConfigError: If a part does not fit, or the number of ranks does not fit the strategy or the
@@ -86,7 +86,7 @@ def check(cfg: RunConfig) -> None:
             net,
             cfg.strategy,
             dims,
-            compile=choose_compile(cfg, devices, lambda: net),
+            compile=_choose_compile(cfg, devices, lambda: net),
             activation_checkpointing=cfg.model.activation_checkpointing,
             documents=cfg.data.masks_documents,
         )
@@ -97,7 +97,7 @@ def check(cfg: RunConfig) -> None:
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def choose_compile(cfg: RunConfig, devices: RunDevices, net: Callable[[], nn.Module]) -> str:
+def _choose_compile(cfg: RunConfig, devices: RunDevices, net: Callable[[], nn.Module]) -> str:
     """Return what torch.compile compiles: `model.compile`, or "none" if it would not help.
 
     A value that the user typed is always used. One from a yaml file, as in `trainer=gpu`, becomes
@@ -113,13 +113,13 @@ def choose_compile(cfg: RunConfig, devices: RunDevices, net: Callable[[], nn.Mod
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     """Build this rank's part of a run. All ranks must call it.
 
-    Joins the process group, prepares the data on rank 0 first, and builds the net with its initial
-    weights or those of `init_from`. A checkpoint to resume from is loaded later, by the Trainer.
+    The function joins the process group, prepares the data on rank 0 first, and builds the net with
+    its initial weights or those of `init_from`. A checkpoint is loaded later, by the Trainer.
     Before a fit, rank 0 writes the files of the tokenizer to the run folder.
 
     Args:
-        cfg: Configuration of the run. On rank 0, `ckpt_path` is the folder of the verified
-            checkpoint or None.
+        cfg: Configuration of the run, for which `check` has passed. On rank 0, `ckpt_path` is the
+            result of `find_checkpoint`. The value on other ranks has no effect.
         guard: Watchdog of this rank.
 
     Raises:
@@ -133,17 +133,17 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     process, devices = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     module_type = module_class(cfg, devices.world_size)
-    guard.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
+    guard.beat(phase="connect", allow_s=cfg.strategy.timeout_s + _CONNECTING_S)
     with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
-        start_rank(cfg, process, devices)
+        _start_rank(cfg, process, devices)
     if devices.n_nodes > 1:
-        check_shared(cfg.run_dir)
+        _check_shared(cfg.run_dir)
 
     # Rank 0 may tokenize a corpus for hours. There is nothing to save yet.
-    guard.beat(phase="data", allow_s=PREPARING_S)
+    guard.beat(phase="data", allow_s=_PREPARING_S)
     with guard.nothing_to_save():
-        train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
-    guard.beat(phase="build", allow_s=STARTING_S)
+        train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, _PREPARING_S)
+    guard.beat(phase="build", allow_s=_STARTING_S)
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)
     check_samples(cfg, module_type, (train, val, test))
@@ -167,7 +167,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     precision = cfg.trainer.precision
     precision = native_precision(devices) if precision == "auto" else precision
     make_net = partial(build_net, cfg.model)
-    compile = choose_compile(cfg, devices, partial(build_on_meta_device, make_net))
+    compile = _choose_compile(cfg, devices, partial(build_on_meta_device, make_net))
     cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
 
     torch.manual_seed(cfg.seed)  # the initial weights are those of a single process
@@ -211,7 +211,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     return TrainingRun(cfg, devices, lengths, train, module, datamodule, trainer, checkpoint)
 
 
-def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
+def _start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
     """Prepare torch and Lightning in this process, and join the process group.
 
     All ranks must call it. No process group is made for the strategy `single`.
@@ -239,13 +239,13 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
         )
 
 
-def check_shared(run_dir: str) -> None:
+def _check_shared(run_dir: str) -> None:
     """Raise a ConfigError on all ranks if one does not see rank 0's file `run_id`. Collective.
 
     Waits up to ten seconds, because a network file system shows new files late.
     """
     run_id = from_rank_0(read_run_id(run_dir))
-    deadline_s = time.monotonic() + SHARED_S
+    deadline_s = time.monotonic() + _SHARED_S
     while (is_missing := read_run_id(run_dir) != run_id) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     if ranks := [rank for rank, missing in enumerate(gather(is_missing)) if missing]:

@@ -43,12 +43,25 @@ def build_trainer(
     guard: Guard,
     train: Dataset,
 ) -> pl.Trainer:
-    """Build Lightning's Trainer. `lengths` replaces its limits of steps, epochs and batches.
+    """Build Lightning's Trainer with its callbacks and loggers.
 
-    An epoch consists of complete optimizer steps.
+    `lengths` replaces the limits of steps, epochs and training batches in the config. An epoch
+    consists of complete optimizer steps.
+
+    Args:
+        cfg: Configuration of the run, with a precision other than "auto".
+        devices: Devices of the run. On GPUs, those of this node are assigned to `strategy`.
+        strategy: Strategy that trains the net.
+        lengths: Length of the run.
+        guard: Watchdog of this rank.
+        train: Training set, or the UserData of a LightningDataModule.
+
+    Raises:
+        ConfigError: If Lightning refuses an option, or a file that a part needs is missing. Other
+            errors of the classes of callbacks, loggers and profiler pass unchanged.
     """
     options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
-    callbacks, accumulate = build_callbacks(cfg, lengths, guard, train), lengths.batch.accumulate
+    callbacks, accumulate = _build_callbacks(cfg, lengths, guard, train), lengths.batch.accumulate
     is_users = isinstance(train, UserData)
     options |= {
         "accelerator": devices.accelerator,
@@ -68,7 +81,7 @@ def build_trainer(
         "check_val_every_n_epoch": None,
         "callbacks": callbacks,
         "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
-        "logger": build_loggers(cfg),
+        "logger": _build_loggers(cfg),
         "profiler": build_target(cfg.profiler.node(), "profiler") if cfg.profiler else None,
         "use_distributed_sampler": is_users,
         "default_root_dir": cfg.run_dir,
@@ -81,7 +94,7 @@ def build_trainer(
         return disable_signals_and_autoresume(make(**options))
 
 
-def build_loggers(cfg: RunConfig) -> list[Logger]:
+def _build_loggers(cfg: RunConfig) -> list[Logger]:
     """Build the loggers of the `logger` group, and the one that writes metrics.jsonl in every run.
 
     Callbacks that log refuse a Trainer without a logger: fast_dev_run has one that keeps nothing.
@@ -95,11 +108,12 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
 def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
     """Assign the GPUs of this node to a strategy, and return the value of the Trainer's `devices`.
 
-    On GPUs that value is 1: Lightning would compare it with the GPUs that this process sees, which
-    under some launchers are not those of all ranks of the node.
+    The value is 1 on GPUs, and the number of ranks on this node on other devices.
     """
     if devices.accelerator != "cuda":
         return devices.n_local
+    # Lightning would compare the value with the GPUs that this process sees, which under some
+    # launchers are not those of all ranks of the node.
     if isinstance(strategy, ParallelStrategy):
         strategy.parallel_devices = [devices.device(i) for i in range(devices.n_local)]
     return 1
@@ -108,7 +122,7 @@ def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
 # Callbacks
 
 
-def build_callbacks(
+def _build_callbacks(
     cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset
 ) -> list[pl.Callback]:
     """Build the callbacks of the `callbacks` group and those that every run has.
@@ -125,7 +139,7 @@ def build_callbacks(
     timeline = Timeline(Path(cfg.run_dir) if is_fit and this_process().rank == 0 else None)
     checkpoints = None
     if is_fit and cfg.checkpoint.name != "none":
-        checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline)
+        checkpoints = _build_checkpoints(cfg, lengths, guard, train, timeline)
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
@@ -141,7 +155,7 @@ def build_callbacks(
     return [monitor, *own, *last]
 
 
-def build_checkpoints(
+def _build_checkpoints(
     cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
 ) -> Checkpoints:
     """Build the callback that saves checkpoints. The run folder must have been locked."""

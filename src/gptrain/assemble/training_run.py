@@ -39,23 +39,24 @@ from gptrain.parallel.mesh import gather
 from gptrain.runtime.devices import RunDevices
 
 log = logging.getLogger(__name__)
-SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown if the net has them
-PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
-GIT_S = 3.0  # time limit of git, which may be slow on a network file system
-TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
+# Arguments of the net that are printed, if it has them
+_SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
+_PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
+_GIT_S = 3.0  # time limit of git, which may be slow on a network file system
+_TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
 
 
 @dataclass
 class TrainingRun:
-    """All parts of one run, in one rank. Rank 0 prints what the run is and how it ended.
+    """All parts of one run, in one rank, as `build` makes them.
 
     Attributes:
-        cfg: Configuration of the run.
+        cfg: Configuration of the run, with its resolved precision and compile mode.
         devices: Devices of the run.
-        lengths: Lengths of the run.
-        train: Training set.
+        lengths: Length of the run.
+        train: Training set, or the UserData of a LightningDataModule.
         module: LightningModule of the run.
-        datamodule: Data of the run.
+        datamodule: Data of the run, for the Trainer.
         trainer: Lightning's Trainer.
         checkpoint: Checkpoint to resume from or to evaluate. None for the weights in `module`.
     """
@@ -70,11 +71,15 @@ class TrainingRun:
     checkpoint: Path | None
 
     def go(self) -> dict[str, float]:
-        """Fit, validate or test, as `task` says, and return the final metrics. Collective.
+        """Fit, validate or test, as `task` says, and return the final metrics. Call it once.
 
-        fast_dev_run fits and then tests, if the module has a test_step and the data a test loader.
+        All ranks must call it. Rank 0 logs lines at the start and at the end, and writes
+        result.json, except under fast_dev_run. A fit that has no step left keeps an earlier
+        result.json. fast_dev_run fits and then tests, if the module has a test_step and the data a
+        test loader.
 
-        Call it once. Rank 0 prints, and writes result.json except under fast_dev_run.
+        Returns:
+            Logged name -> last value, on every rank.
 
         Raises:
             PreemptedError: If the run was asked to stop, after a save if it has checkpoints.
@@ -87,7 +92,7 @@ class TrainingRun:
         use_checkpoint(trainer, self.checkpoint)
         if self.devices.accelerator == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        provenance = describe_run(self.devices) if trainer.is_global_zero else {}
+        provenance = _describe_run(self.devices) if trainer.is_global_zero else {}
         for label, text in self._start_lines() if trainer.is_global_zero else ():
             log.info(labels.line(label, text))
         for logger in trainer.loggers:
@@ -106,7 +111,7 @@ class TrainingRun:
 
     def _has(self, task: str) -> bool:
         """Return whether the module has a step for a task, and the data a loader."""
-        is_implemented = is_overridden(TASK_STEPS[task], self.module)
+        is_implemented = is_overridden(_TASK_STEPS[task], self.module)
         return is_implemented and has_loader(self.datamodule, task)
 
     def _start_lines(self) -> Iterator[tuple[str, str]]:
@@ -120,7 +125,7 @@ class TrainingRun:
         n_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
         some = f"{n_trained:,} of {n_all:,} parameters are trained"
         model = [type(net).__name__, some if n_trained < n_all else f"{n_all:,} parameters"]
-        model += [f"{key} {sizes[key]}" for key in SIZES if key in sizes]
+        model += [f"{key} {sizes[key]}" for key in _SIZES if key in sizes]
         yield "model", " · ".join(model)
         device_text = f"{self.devices.world_size} x {self.devices.accelerator}"
         strategy = [used.parallel.name, device_text, f"precision {self.trainer.precision}"]
@@ -199,7 +204,7 @@ class TrainingRun:
         if self.cfg.trainer.fast_dev_run:
             return "every part works; run it without trainer.fast_dev_run"
         tensorboard = shell.command("tensorboard", f"--logdir={self.cfg.run_dir}")
-        for task in filter(self._has, TASK_STEPS) if has_checkpoint else ():
+        for task in filter(self._has, _TASK_STEPS) if has_checkpoint else ():
             run = shell.override("from_run", self.cfg.run_dir)
             return f"{shell.train_command(run, f'task={task}')}; {tensorboard}"
         return tensorboard
@@ -226,7 +231,7 @@ class TrainingRun:
         return "stopped", f"by a callback or the module (trainer.should_stop), at step {step}"
 
 
-def describe_run(devices: RunDevices) -> dict[str, Any]:
+def _describe_run(devices: RunDevices) -> dict[str, Any]:
     """Return the provenance of a run that is about to start, for result.json."""
     device = f"{devices.accelerator} ({platform.machine()})"
     if devices.accelerator == "cuda":
@@ -235,8 +240,8 @@ def describe_run(devices: RunDevices) -> dict[str, Any]:
         "command": shell.command("python", *sys.argv),
         # tests/tools/bench is no command of Hydra.
         "overrides": list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else [],
-        "git": read_git(find_project() or LIBRARY),
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+        "git": _read_git(find_project() or LIBRARY),
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES},
         "host": socket.gethostname(),
         "devices": f"{devices.world_size} x {device}",
         "threads": torch.get_num_threads(),
@@ -244,11 +249,11 @@ def describe_run(devices: RunDevices) -> dict[str, Any]:
 
 
 @functools.cache  # the code of this process was imported once and does not change
-def read_git(folder: Path) -> dict[str, object] | None:
+def _read_git(folder: Path) -> dict[str, object] | None:
     """Return `commit` and `dirty` (changed files) of the repository of a folder, or None."""
     command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain=v2", "-b"]
     try:
-        output = subprocess.run(command, capture_output=True, check=True, timeout=GIT_S).stdout
+        output = subprocess.run(command, capture_output=True, check=True, timeout=_GIT_S).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     # "# branch.oid 0123abcd", more headers, changed files

@@ -34,11 +34,11 @@ RESTARTED = {FAILED, HUNG, 128 + 9, 128 + 11}
 REQUEUED = {PREEMPTED, 128 + 10, 128 + 15}
 ENDS_SWEEP = {PREEMPTED, INTERRUPTED}  # codes after which a sweep starts no further job
 
-UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
-DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-LONGEST_VALUE = 200  # characters of a value in an error message
+_UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+_DISK = (*_UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+_LONGEST_VALUE = 200  # characters of a value in an error message
 # Parts of error messages of gloo, NCCL and torch, and what is printed before them, by cause.
-PHRASES = {
+_PHRASES = {
     "hang": ("Timed out waiting|timed out after|Watchdog caught coll", "a collective timed out"),
     "peer": ("closed by peer|reset by peer|Broken pipe|process exited", "another rank has exited"),
     "memory": (
@@ -47,19 +47,22 @@ PHRASES = {
     ),
 }
 # First line of an error that torch raises again for a data worker.
-IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 
 
 @dataclass
 class ConfigIssue:
-    """One problem of the input. `str` of it is `<key>=<value>: <message>; try: <hint>`, one line.
+    """One problem of the input, whose `str` is the line `<key>=<value>: <message>; try: <hint>`.
+
+    An empty key, a value of None and an empty hint are left out of the line. Characters that are
+    not printable, such as line breaks, are escaped.
 
     Attributes:
-        key: Dotted key, flag or environment variable, or an empty string.
-        value: Value of the key. None is not shown, and the string "null" shows a null.
+        key: Dotted key of the config, flag or environment variable. Empty if there is none.
+        value: Value of the key, of any type, shown by `show`. For a null, pass the string "null".
         message: Phrase that names the fault.
-        hint: Text to type instead, or an empty string.
-        code: Exit code of the command, see ConfigError.
+        hint: Text to type instead.
+        code: Exit code for this problem, see ConfigError.
     """
 
     key: str
@@ -76,19 +79,22 @@ class ConfigIssue:
 
 
 def show(value: object) -> str:
-    """Return a value in the notation of a Hydra override, without quotes, for an error message.
+    """Return the text of a value for an error message: `null`, `true`, `[1,a]`, `{a:1}` or `str`.
 
-    A text longer than LONGEST_VALUE characters is cut and ends with "...".
+    Strings have no quotes. A text longer than 200 characters is cut after them and ends with "...".
     """
     text = str(value)
     if value is None or isinstance(value, bool | list | dict):
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
         text = text.replace('"', "")
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def printable(text: object) -> str:
-    """Return a text on one line, and characters that are not printable as escape sequences."""
+    """Return `str(text)` with an escape sequence for each character that is not printable.
+
+    Line breaks are such characters, so that the result is one line.
+    """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
@@ -100,18 +106,19 @@ def code_of(error: OSError) -> int:
     """
     if error.errno is None:
         return FAILED
-    return FOLDER_UNUSABLE if error.errno in UNUSABLE else IO_ERROR
+    return FOLDER_UNUSABLE if error.errno in _UNUSABLE else IO_ERROR
 
 
 def first_line(error: object) -> str:
     """Return the first line of an exception's message, or the name of its type without a message.
 
-    If it ends with a colon, the second line is added. The values of tensors are left out. Of an
-    error that torch raises again for a DataLoader worker it is the last line of the original.
+    Blank lines do not count. If the line ends with a colon, the next line is added. `tensor(…)`
+    stands for the values of a tensor. For an error that torch raises again for a DataLoader worker,
+    the result is the last line of the worker's message.
     """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if lines and IN_WORKER.match(lines[0]):
+    if lines and _IN_WORKER.match(lines[0]):
         lines = [lines[-1].rpartition(f"{type(error).__name__}: ")[2]]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
@@ -119,11 +126,12 @@ def first_line(error: object) -> str:
 class RunError(Exception):
     """Error whose message explains it, so that no traceback is printed.
 
-    Any exception whose class has these two attributes is reported in the same way.
+    An exception of another base class is reported in the same way if its class has `cause` and it
+    has a `code`.
 
     Attributes:
-        code: Exit code of the command or the run. 70 unless a subclass or an instance sets it.
-        cause: Kind of the ending in status.json, set by the class. "error" unless a subclass does.
+        code: Exit code of the command or the run. 70 unless a subclass or an instance sets another.
+        cause: Kind of the ending in status.json. "error" unless a subclass sets another.
     """
 
     code = FAILED
@@ -133,9 +141,12 @@ class RunError(Exception):
 class ConfigError(RunError):
     """Raised for wrong input, in most cases before anything is started or written.
 
+    Args:
+        problems: All problems, at least one, in the order in which they were found.
+
     Attributes:
-        problems: All problems, at least one, in the order in which they were found: the argument.
-        lines: Printed lines: one for each problem, without duplicates.
+        problems: The argument.
+        lines: Printed lines, each `error: <problem>`, without duplicates. `str` joins them.
         code: Exit code: 2 if one of the problems has it, else that of the first problem.
     """
 
@@ -150,7 +161,7 @@ class ConfigError(RunError):
 
     @classmethod
     def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:
-        """Return a ConfigError with one problem. `more` are `hint` and `code` of ConfigIssue."""
+        """Return a ConfigError with one ConfigIssue. `more` may have its `hint` and `code`."""
         return cls([ConfigIssue(key, value, message, **more)])
 
 
@@ -162,9 +173,14 @@ class DataError(RunError, ValueError):
 
 
 class JobFailedError(RunError):
-    """Raised with the exit code and the message of a job after its error was printed.
+    """Raised after a job has failed, or was asked to stop, and the reason has been printed.
 
-    A job is a run, or one run of a sweep. The message is empty if it is not known.
+    A job is a run, or one run of a sweep. An error with code 70 and the message "m" is
+    `JobFailedError(70, "m")`.
+
+    Attributes:
+        code: Exit code of the job.
+        message: Printed line or lines of the job's error. Empty if they are not known.
     """
 
     def __init__(self, code: int, message: str):
@@ -181,10 +197,10 @@ class Ending:
 
     Attributes:
         code: Exit code.
-        cause: Kind of the ending, such as `data`.
-        line: Printed message. It has several lines only for a config with several problems.
+        cause: Kind of the ending for status.json, such as "data".
+        line: Printed message. A ConfigError with several problems has several lines.
         trace: Traceback, or an empty string if the message explains the error.
-        rank: Rank that caused the error, if the exception names it. None otherwise.
+        rank: Rank that caused the error, or None if it is not known.
     """
 
     code: int
@@ -197,11 +213,13 @@ class Ending:
 def ending_of(error: BaseException, doing: str = "") -> Ending:
     """Return how a command or a rank ends after an exception: exit code, cause and message.
 
-    A RunError has code and cause. Otherwise the type and the text of the exception decide. An
-    exception of no known kind gives code FAILED (70), and a traceback.
+    A RunError gives its own code and cause. For other exceptions the type and the text decide. An
+    exception of an unknown kind gives the code 70, the cause "error" and a traceback. The function
+    prints nothing and raises nothing.
 
     Args:
-        doing: Current activity, such as `step 12`, which the message of an unknown kind names.
+        error: Exception that ends the command or the rank.
+        doing: Current activity, such as "step 12", which the message of an unknown kind names.
     """
     message = first_line(error)
     rank = getattr(error, "rank", None)
@@ -211,14 +229,14 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
         return Ending(code, cause, str(error) if is_told else f"error: {message}", rank=rank)
     if isinstance(error, KeyboardInterrupt):
         return Ending(INTERRUPTED, "interrupted", "interrupted")
-    if isinstance(error, OSError) and (cause == "disk" or error.errno in DISK):
+    if isinstance(error, OSError) and (cause == "disk" or error.errno in _DISK):
         message = message if cause else f"{type(error).__name__}: {message}"
         return Ending(code_of(error), "disk", f"error: {message}", rank=rank)
     if isinstance(error, ModuleNotFoundError) and "." not in (error.name or ""):  # a whole package
         hint = f"pip install {error.name}" if error.name else ""
         return Ending(BAD_CONFIG, "config", f"error: {ConfigIssue('', None, message, hint)}")
     trace = "".join(traceback.format_exception(error))
-    for cause, (phrases, what) in PHRASES.items():
+    for cause, (phrases, what) in _PHRASES.items():
         is_phrase = isinstance(error, RuntimeError) and re.search(phrases, str(error))
         if is_phrase or (cause == "memory" and isinstance(error, MemoryError)):
             code, trace = HUNG if cause == "hang" else FAILED, trace if cause == "memory" else ""

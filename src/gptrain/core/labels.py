@@ -18,5 +18,5 @@ def count_text(n: int, noun: str) -> str:
 
 
 def shorten(samples: list[int]) -> str:
-    """Return the first 16 numbers as text, joined by commas, and an ellipsis if there are more."""
+    """Return the numbers as text, joined by commas, with an ellipsis in place of all after 16."""
     return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")

@@ -10,18 +10,18 @@ from typing import Literal
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 
-DEFAULT_WARMUP_STEPS = 100
-DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
-DEFAULT_MAX_EPOCHS = 3
+_DEFAULT_WARMUP_STEPS = 100
+_DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
+_DEFAULT_MAX_EPOCHS = 3
 
 
 def loss_rows(device_type: str) -> int:
     """Return the number of positions whose logits the chunked loss holds in memory at a time.
 
     `device_type` is torch's, such as "cuda".
-    On a CPU, 128 positions would read the weights of the head twice as often, and 512 positions
-    need 50 MB more. Other devices need 4096 to fill the kernels.
     """
+    # On a CPU, 128 positions would read the weights of the head twice as often, and 512 positions
+    # need 50 MB more. Other devices need 4096 to fill the kernels.
     return 256 if device_type == "cpu" else 4096
 
 
@@ -44,13 +44,6 @@ class BatchPlan:
         """Sequences per optimizer step over all ranks."""
         return self.batch_size * self.data_parallel_size * self.accumulate
 
-    def steps_per_epoch(self, n_samples: int) -> int:
-        """Return the number of complete optimizer steps in one pass over the data. It may be 0.
-
-        The samples that do not fill a step are left out, other ones in each epoch.
-        """
-        return n_samples // self.global_batch_size
-
 
 @dataclass(frozen=True)
 class RunLengths:
@@ -59,13 +52,13 @@ class RunLengths:
     Attributes:
         batch: Numbers that multiply to the global batch size.
         sample_tokens: Positions of one sample. 1 for data that are not tokens.
-        epoch_steps: Steps of one epoch, after `trainer.limit_train_batches`.
-        n_steps: Steps of the run, or None if only `trainer.max_time` ends the run.
-        validate_every: Steps between two validations, at most `n_steps`.
+        epoch_steps: Steps of one epoch, at least 1, after `trainer.limit_train_batches`.
+        n_steps: Steps of the run from its first start. None if no number of steps ends the run.
+        validate_every: Steps between two validations, at most `n_steps` if there is such a number.
         limit: Override that sets `n_steps`, such as `trainer.max_epochs=3`. Empty if that is None.
         warmup_steps: Warm-up steps that a resume takes over from the first start of the run. None
-            if the scheduler section of the config decides.
-        unit: `samples` for data that are not tokens, else `tokens`.
+            if the scheduler section of the config decides, see `phase_steps`.
+        unit: "samples" for data that are not tokens, else "tokens".
     """
 
     batch: BatchPlan
@@ -84,12 +77,12 @@ class RunLengths:
 
     @property
     def n_epochs(self) -> int:
-        """Epochs of the run, rounded up, or -1 for no limit. The last epoch may be cut short."""
+        """Epochs of the run, rounded up, or -1 if `n_steps` is None."""
         return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
 
 
 def plan_batch(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
-    """Return the batch plan of a run.
+    """Return the batch plan of a run on a number of ranks.
 
     `data.global_batch_size` sets the accumulation. If it is null, `trainer.accumulate_grad_batches`
     sets it.
@@ -123,11 +116,10 @@ def plan_batch(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
 def plan_lengths(
     cfg: RunConfig, n_samples: int, sample_tokens: int | None, data_parallel_size: int
 ) -> RunLengths:
-    """Return the batch arithmetic, the number of steps, and the steps between two validations.
-
-    An epoch has at least one step.
+    """Return the length of a run that starts at step 0. `warmup_steps` of the result is None.
 
     Args:
+        cfg: Configuration of the run. Its `data.batch_size` is the one that counts.
         n_samples: Number of samples of the training set.
         sample_tokens: Positions of one sample. None for data that are not tokens: a sample then
             counts as one position.
@@ -138,7 +130,7 @@ def plan_lengths(
         ValueError: As in `plan_batch`.
     """
     trainer, batch = cfg.trainer, plan_batch(cfg, data_parallel_size)
-    epoch_steps = max(1, batch.steps_per_epoch(n_samples))
+    epoch_steps = max(1, n_samples // batch.global_batch_size)
     if (batches := trainer.limit_train_batches) is not None:
         is_fraction = isinstance(batches, float)  # else a number of micro-batches
         limited_steps = int(batches * epoch_steps) if is_fraction else batches // batch.accumulate
@@ -160,10 +152,17 @@ def plan_lengths(
 
 
 def find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int | None, str]:
-    """Return the steps of the run, and the option that sets them. None for no limit of steps.
+    """Return the number of steps of a run, and the override that sets it.
 
-    The first limit counts. Without any limit, and without `trainer.max_time`, a run has 3 epochs.
-    Raises a ConfigError if max_tokens is less than one step.
+    The smallest of the limits counts. Without any limit, and without `trainer.max_time`, a run has
+    3 epochs. A run without a limit of steps gives (None, "").
+
+    Args:
+        epoch_steps: Steps of one epoch.
+        step_tokens: Tokens of one step, over all ranks.
+
+    Raises:
+        ConfigError: If `max_tokens` is less than one step.
     """
     trainer = cfg.trainer
     if trainer.fast_dev_run:
@@ -176,14 +175,18 @@ def find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int | 
         ends.append((n_steps, f"max_tokens={cfg.max_tokens:g}"))
     n_epochs = trainer.max_epochs
     if n_epochs is None and not ends and trainer.max_time is None:
-        n_epochs = DEFAULT_MAX_EPOCHS
+        n_epochs = _DEFAULT_MAX_EPOCHS
     if n_epochs not in (None, -1):
         ends.append((n_epochs * epoch_steps, f"trainer.max_epochs={n_epochs}"))
     return min(ends, key=lambda end: end[0], default=(None, ""))
 
 
 def token_steps(key: str, n_tokens: float, step_tokens: int) -> int:
-    """Return the most steps with at most `n_tokens`. A ConfigError of `key` if that is below 1."""
+    """Return how many steps of `step_tokens` each fit into `n_tokens`, rounded down.
+
+    Raises a ConfigError about the config key `key`, whose value is `n_tokens`, if that is less than
+    one step.
+    """
     if n_tokens < step_tokens:
         raise ConfigError.of(key, n_tokens, f"less than the {step_tokens} tokens of one step")
     return int(n_tokens // step_tokens)
@@ -194,14 +197,18 @@ def phase_steps(
 ) -> int | None:
     """Return the number of optimizer steps of a phase of the learning-rate schedule.
 
-    A configured fraction is one of the total, and is rounded, also to 0. By default the total is
-    the length of the run, or None if that is not known; the warm-up is 100 steps or a tenth of the
-    total, whichever is less; the decay is a fifth of the total. `lengths.warmup_steps` replaces all
-    of this for the warm-up.
+    The keys `scheduler.<phase>_steps` and `scheduler.<phase>_tokens` set it. Steps below 1 are a
+    fraction of the total, which is rounded, also to 0. If both keys are null:
+
+    total: The length of the run. None if it is not known, which only this phase can return.
+    warmup: 100 steps, or a tenth of the total if that is less.
+    decay: A fifth of the total.
+
+    For the warm-up, `lengths.warmup_steps` wins over the config if it is not None.
 
     Raises:
-        ConfigError: If the tokens of the phase are less than one step, or if a fraction, such as
-            the default of the decay, is one of an unknown total.
+        ConfigError: If the tokens of the phase are less than one step, or if the phase is a
+            fraction, such as the default of the decay, of a total that is not known.
     """
     if phase == "warmup" and lengths.warmup_steps is not None:
         return lengths.warmup_steps
@@ -212,8 +219,8 @@ def phase_steps(
     if steps is None and phase == "total":
         return total
     if steps is None and phase == "warmup":
-        return DEFAULT_WARMUP_STEPS if total is None else min(DEFAULT_WARMUP_STEPS, total // 10)
-    steps = DEFAULT_DECAY if steps is None else steps
+        return _DEFAULT_WARMUP_STEPS if total is None else min(_DEFAULT_WARMUP_STEPS, total // 10)
+    steps = _DEFAULT_DECAY if steps is None else steps
     if not 0 < steps < 1:
         return int(steps)
     if total is None:

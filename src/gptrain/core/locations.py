@@ -20,11 +20,11 @@ def enter(conf: str | Path | None = None) -> None:
     """Select the project of this process and of the processes that it starts.
 
     src/ of the project is appended to `sys.path`, so that its classes can be imported even if the
-    project is not installed.
+    project is not installed. Without a project nothing is changed.
 
     Args:
-        conf: Path of the conf/ folder of the project. It is not checked, and GPTRAIN_CONF is set to
-            it. None keeps the one that `find_conf` finds.
+        conf: Path of the conf/ folder of the project. GPTRAIN_CONF is set to it, also if there is
+            no such folder. None leaves GPTRAIN_CONF, and the project is that of `find_conf`.
     """
     if conf is not None:
         os.environ[VARIABLE] = os.path.abspath(conf)
@@ -53,10 +53,10 @@ def find_project() -> Path | None:
 
 
 def expand_home(path: str | os.PathLike) -> Path:
-    """Return a path whose `~` at the beginning is replaced by the home folder.
+    """Return a path with the home folder in place of `~` or `~user` at its beginning.
 
-    Unlike for `Path.expanduser`, an unknown user is no error. `./~old` becomes absolute, so that a
-    second expansion does not change it.
+    Unlike for `Path.expanduser`, an unknown user is no error: the path is then one in the working
+    directory. A result that would begin with `~` is absolute, so that a second call keeps it.
     """
     expanded = Path(os.path.expanduser(path))
     return expanded.absolute() if str(expanded).startswith("~") else expanded
@@ -74,15 +74,20 @@ def default_output_dir() -> str:
 def report_to_fit(**facts: object) -> None:
     """Write the facts as JSON to the file that `gptrain.fit` reads, if that started this process.
 
-    They are `folder`, the run folder of a run that starts, or `lines`, the error messages of a run
-    that is refused. A second call does nothing.
+    The facts are `folder=<run folder>` of a run that starts, or `lines=[<error message>, ...]` of a
+    run that is refused. Only the first call in a process has an effect. It also removes the
+    variable GPTRAIN_REPORT, so that processes that start later do not report.
     """
     if path := os.environ.pop(REPORT_VARIABLE, None):
         Path(path).write_text(json.dumps(facts))
 
 
 def train_script() -> str:
-    """Return the path of the running script for printed commands, else the project's train.py."""
+    """Return the path of the script that a printed command starts, without quotes.
+
+    It is the running script as it was typed. In a module of a command, or in a process of
+    submitit, it is the project's train.py, or "train.py" if there is none.
+    """
     script, project = Path(sys.argv[0]), find_project()
     if script.suffix == ".py" and not script.name.startswith("_"):  # submitit's is _submit.py
         return sys.argv[0]

@@ -26,7 +26,7 @@ class Precision:
 
     @property
     def is_fp16(self) -> bool:
-        """True if matrices are multiplied in fp16, which needs a GPU."""
+        """True if the inputs of matrix multiplications are fp16."""
         return self.matmul == "float16"
 
     @property
@@ -49,5 +49,8 @@ SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 
 def find_precision(name: str) -> Precision:
-    """Return the types of a precision. `auto` and unknown names have those of `32-true`."""
+    """Return the types of a value of `trainer.precision`, such as "bf16-mixed".
+
+    "auto" and names that are not in PRECISIONS have the types of "32-true".
+    """
     return PRECISIONS.get(name, PRECISIONS["32-true"])

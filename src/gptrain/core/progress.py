@@ -11,9 +11,14 @@ if TYPE_CHECKING:
 
 
 def progress_bar(what: str, n_bytes: int) -> tqdm:
-    """Return a progress bar that counts bytes on stderr. `close` removes it from the screen.
+    """Return a progress bar on stderr, to be updated with numbers of bytes, and closed at the end.
 
-    It appears after two seconds, and only on rank 0, if stderr is a terminal.
+    It appears after two seconds, and only on rank 0 (RANK is 0 or not set), if stderr is a
+    terminal. `close` removes it from the screen.
+
+    Args:
+        what: Text in front of the bar.
+        n_bytes: Number of bytes at the end.
     """
     from tqdm import tqdm  # imported late: `gptrain.plan` runs without tqdm installed
 

@@ -20,7 +20,7 @@ from gptrain.core.value_types import Count, KeepsResult, OpenSection, Section, T
 
 
 class ModelConfig(TargetConfig):
-    """Keys that every model group has. The other keys are arguments of the net's class."""
+    """Keys of any model group that gptrain reads. The others are arguments of the net's class."""
 
     OWN_KEYS = frozenset({"compile", "activation_checkpointing", "vocab_multiple"})
 
@@ -75,7 +75,10 @@ class LossConfig(Section):
 
 
 class ModuleConfig(TargetConfig):
-    """Keys of any module group. The `_target_` is a LightningModule."""
+    """Keys of any module group. The `_target_` is a LightningModule.
+
+    `loss` and `metrics` have an effect for a LanguageModel only. The other keys are arguments.
+    """
 
     OWN_KEYS = frozenset({"loss", "metrics"})
 
@@ -132,10 +135,10 @@ class SchedulerConfig(TargetConfig):
     min_factor: types.Fraction
 
     def phase(self, name: str) -> tuple[float | None, float | None]:
-        """Return the length of a phase in optimizer steps and in tokens, as the config gives it.
+        """Return the values of `<name>_steps` and `<name>_tokens`. None for a null or missing key.
 
-        The name is `warmup`, `decay` or `total`. A number of steps below 1 is a fraction of the
-        run. If both are None, the length has a default.
+        `name` is "warmup", "decay" or "total". A number of steps below 1 is a fraction of the total
+        length. `phase_steps` computes the length in steps.
         """
         keys = self.arguments
         return keys.get(f"{name}_steps"), keys.get(f"{name}_tokens")
@@ -201,7 +204,10 @@ class TrainerConfig(TargetConfig):
 
 
 class LightningTrainerConfig(TrainerConfig, extra="forbid"):
-    """Keys of `lightning.pytorch.Trainer`; those below, which no yaml file has, need a `+`."""
+    """Keys of `lightning.pytorch.Trainer`. Other keys are refused.
+
+    No yaml file has the keys below, so that `+` is needed to set them.
+    """
 
     min_epochs: Annotated[int, between(0)] | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
@@ -243,8 +249,8 @@ class SpikeConfig(Section):
 # Data
 
 
-def find_data_kind(node: dict[str, Any]) -> object:
-    """Return the key of DATA for a data group, or a value that is not in DATA for another one."""
+def _find_data_kind(node: dict[str, Any]) -> object:
+    """Return the key of _DATA for a data group, or any other value for a group of other data."""
     if "_target_" in node:
         return "LightningDataModule"
     train = node.get("train")
@@ -252,10 +258,7 @@ def find_data_kind(node: dict[str, Any]) -> object:
 
 
 class DataConfig(OpenSection):
-    """Keys that every data group has. `extra` has the others, for arguments of the datasets.
-
-    The groups that ship with gptrain have a type for each of their keys.
-    """
+    """Keys that every data group has. The property `extra` has the other keys of the group."""
 
     # The resulting global batch size is compared on a resume.
     batch_size: Annotated[Count, KeepsResult]
@@ -267,18 +270,18 @@ class DataConfig(OpenSection):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Given keys and values that are not in every data group, such as `seq_len`."""
+        """Keys that were given and that not every data group has, such as `seq_len`, and values."""
         return {k: v for k, v in self.plain().items() if k not in DataConfig.model_fields}
 
     @property
     def sample_tokens(self) -> int | None:
-        """Number of positions of a sample, or None if the group has no integer `seq_len`."""
+        """Positions of a sample by the config. None if the group has no integer `seq_len`."""
         length = self.extra.get("seq_len")
         return length if type(length) is int else None
 
     @property
     def masks_documents(self) -> bool:
-        """True if `data.documents` is `masked`: attention does not cross document boundaries."""
+        """True if `data.documents` is "masked": attention stays within a document."""
         return self.extra.get("documents") == "masked"
 
 
@@ -311,8 +314,8 @@ class DummyTextConfig(WeightedDataConfig):
 
     @property
     def sample_tokens(self) -> int | None:
-        """Number of positions of a sample: the last of `seq_len` tokens is a target only."""
-        return self.seq_len - 1 if self.seq_len else None
+        """Positions of a sample: the last of `seq_len` tokens is a target only."""
+        return self.seq_len - 1
 
 
 class TextConfig(WeightedDataConfig):
@@ -347,7 +350,7 @@ class PartConfig(OpenSection):
 
 
 # Type of a data group that ships, by the `_target_` of its `train`, and of a LightningDataModule.
-DATA: dict[str, type[DataConfig]] = {
+_DATA: dict[str, type[DataConfig]] = {
     "gptrain.data.DummyTextDataset": DummyTextConfig,
     "gptrain.data.TextDataset": TextConfig,
     "gptrain.data.TokenDataset": TokensConfig,
@@ -358,16 +361,16 @@ class MixtureConfig(DataConfig):
     """Keys of `data=mixture`, which draws samples from several datasets."""
 
     seq_len: Count
-    parts: dict[str, Annotated[PartConfig, types.chosen(dict(DATA), find_data_kind)]]
+    parts: dict[str, Annotated[PartConfig, types.chosen(dict(_DATA), _find_data_kind)]]
 
     @property
     def masks_documents(self) -> bool:
-        """True if a part has documents that do not see each other."""
+        """True if `documents` of a part is "masked": attention stays within a document."""
         parts = [part.plain() for part in self.parts.values()]
         return any(part.get("documents") == "masked" for part in parts)
 
 
-DATA |= {"gptrain.data.Mixture": MixtureConfig, "LightningDataModule": DataModuleConfig}
+_DATA |= {"gptrain.data.Mixture": MixtureConfig, "LightningDataModule": DataModuleConfig}
 
 
 # Section type of each class whose keys are all typed, by `_target_`.
@@ -388,18 +391,21 @@ SHIPPED: dict[str, type[TargetConfig]] = {
 }
 
 
-def by_target(base: type[TargetConfig]) -> Any:
-    """Return the mark of a group whose `_target_` may be one of the classes in SHIPPED."""
+def _by_target(base: type[TargetConfig]) -> Any:
+    """Return the mark of a group whose `_target_` may be in SHIPPED, for use in Annotated."""
     kinds = {target: kind for target, kind in SHIPPED.items() if issubclass(kind, base)}
     return types.chosen(kinds, lambda node: node.get("_target_"))
 
 
 # Type of the options by `strategy.name`. `auto` has those of `ddp`.
-KINDS = {"auto": DDPOptions, **STRATEGIES}
+_KINDS = {"auto": DDPOptions, **STRATEGIES}
 
 
 class RunConfig(Section):
     """Configuration of a run, after validation. A command with additional keys has a subclass.
+
+    The comments in `gptrain/conf` explain the keys. An object is not changed after validation:
+    `changed` makes a copy.
 
     Attributes:
         runs_here: False for a command that plans for another machine, or only prints. The checks
@@ -429,24 +435,25 @@ class RunConfig(Section):
     from_run: types.LocalPath | None
     trust: bool
     debug: bool
-    model: Annotated[ModelConfig, by_target(ModelConfig)]
-    module: Annotated[ModuleConfig, by_target(ModuleConfig)]
-    data: Annotated[DataConfig, types.chosen(DATA, find_data_kind)]
-    optimizer: Annotated[OptimizerConfig, by_target(OptimizerConfig)]
-    scheduler: Annotated[SchedulerConfig, by_target(SchedulerConfig)]
-    strategy: Annotated[StrategyOptions, types.chosen(KINDS, lambda node: node.get("name"))]
-    trainer: Annotated[TrainerConfig, by_target(TrainerConfig)]
-    callbacks: dict[str, Annotated[TargetConfig, by_target(TargetConfig)] | None]
+    model: Annotated[ModelConfig, _by_target(ModelConfig)]
+    module: Annotated[ModuleConfig, _by_target(ModuleConfig)]
+    data: Annotated[DataConfig, types.chosen(_DATA, _find_data_kind)]
+    optimizer: Annotated[OptimizerConfig, _by_target(OptimizerConfig)]
+    scheduler: Annotated[SchedulerConfig, _by_target(SchedulerConfig)]
+    strategy: Annotated[StrategyOptions, types.chosen(_KINDS, lambda node: node.get("name"))]
+    trainer: Annotated[TrainerConfig, _by_target(TrainerConfig)]
+    callbacks: dict[str, Annotated[TargetConfig, _by_target(TargetConfig)] | None]
     checkpoint: CheckpointConfig
     logger: dict[str, TargetConfig]
     profiler: Annotated[TargetConfig | None, BeforeValidator(lambda node: node or None)]
     launcher: LauncherConfig
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with other values of some keys, {"data.batch_size": 8}, not validated.
+        """Return a copy with other values of some keys, such as {"data.batch_size": 8}.
 
-        Other keys keep their values, also those whose yaml line refers to a changed key. A key has
-        at most one dot.
+        The values are not validated. All other keys keep their values, also those whose yaml line
+        refers to a changed key. A key has at most one dot, and the group in front of it is a
+        section, such as `data`.
         """
         copy = self.model_copy()
         for key, value in values.items():
@@ -457,7 +464,10 @@ class RunConfig(Section):
         return copy
 
     def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key for an error message, or None if it was not given."""
+        """Return the value of a dotted key, or None if the config has no such key. Never raises.
+
+        A group is a dict. A default of the schema that no yaml file has counts as not given.
+        """
         node: Any = self.plain()
         for name in key.split("."):
             node = node.get(name) if isinstance(node, dict) else None

@@ -14,20 +14,21 @@ from gptrain.core import locations
 from gptrain.core.errors import show
 
 # Strings that need no quotes: Hydra parses them as strings, and a shell leaves them unchanged.
-PLAIN = r"(\.{0,2}/|[A-Za-z_])[\w/.:-]*"
-CONSTANTS = {"null", "true", "false", "nan", "inf"}  # words that Hydra does not parse as strings
+_PLAIN = r"(\.{0,2}/|[A-Za-z_])[\w/.:-]*"
+_CONSTANTS = {"null", "true", "false", "nan", "inf"}  # words that Hydra does not parse as strings
 
 
 def override(key: str, value: object) -> str:
     """Return `key=value` in the grammar of Hydra's overrides, one word, not quoted for the shell.
 
-    Hydra parses a string or a path back to exactly the same string. Lists and dicts are written by
-    `errors.show`, which neither quotes the strings in them nor keeps long ones complete.
+    Hydra parses a string or a path back to exactly the same string. Any other value is written by
+    `errors.show`: strings inside lists and dicts are not quoted, and more than 200 characters are
+    cut.
     """
     if not isinstance(value, str | os.PathLike):
         return f"{key}={show(value)}"
     text = str(value)
-    is_plain = re.fullmatch(PLAIN, text, re.ASCII) and text.lower() not in CONSTANTS
+    is_plain = re.fullmatch(_PLAIN, text, re.ASCII) and text.lower() not in _CONSTANTS
     return f"{key}={text if is_plain else quoted(text)}"
 
 
@@ -39,9 +40,9 @@ def quoted(text: str) -> str:
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the last value of each override by its key, without the `+` of a new key.
+    """Return key -> text of the value for overrides such as `key=value`. The last one counts.
 
-    A word without `=`, such as `~key`, gets "" as its value, and keeps the `~`.
+    The `+` or `++` of a new key is removed. A word without `=`, such as `~key`, gives "~key" -> "".
     """
     pairs = (word.partition("=") for word in overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}
@@ -53,10 +54,10 @@ def command(*words: str) -> str:
 
 
 def train_command(*overrides: str) -> str:
-    """Return the shell command that starts the running script with these overrides.
+    """Return the shell command `python <script> <overrides>`. The script is `train_script()`.
 
-    Outside of a script, as in `python -m gptrain.plan`, it starts the project's train.py. The
-    overrides are quoted for Hydra already; this function quotes them for the shell.
+    The overrides are words that `override` has quoted for Hydra. This function quotes them for the
+    shell.
     """
     return command("python", locations.train_script(), *overrides)
 

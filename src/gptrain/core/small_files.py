@@ -12,7 +12,12 @@ from gptrain.core.errors import DataError, first_line, printable
 
 
 class UnreadableFileError(DataError):
-    """Raised for the file `path`, which exists but cannot be used, for the `reason`."""
+    """Raised for a file that exists but cannot be used. The exit code is 65.
+
+    Attributes:
+        path: Path of the file.
+        reason: Phrase that names the fault.
+    """
 
     def __init__(self, path: str | os.PathLike, reason: str):
         super().__init__(path, reason)  # pickle calls the class with these arguments
@@ -23,7 +28,7 @@ class UnreadableFileError(DataError):
 
 
 def read_bytes(path: str | os.PathLike) -> bytes:
-    """Return the content of a regular file, with the errors of `open_regular`."""
+    """Return the content of a regular file. The errors are those of `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
@@ -41,10 +46,14 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_values(path: str | Path) -> Any:
-    """Return the content of a YAML file, if its name ends with .yaml, or of a JSON file.
+    """Return the content of a file as plain Python values: YAML if its name ends with .yaml.
 
-    Raises as `open_regular`: UnreadableFileError also if the file is damaged, or has a tag of a
-    Python object.
+    Any other file is JSON. An empty YAML file gives None.
+
+    Raises:
+        OSError: If the file does not exist or cannot be opened.
+        UnreadableFileError: If the path is no regular file, or if the content is not valid YAML or
+            JSON. A YAML tag of a Python object is not valid: no code is run.
     """
     content, is_yaml = read_bytes(path), Path(path).suffix == ".yaml"
     try:
@@ -55,7 +64,10 @@ def read_values(path: str | Path) -> Any:
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a file, or {} if `read_values` cannot read it or it has none."""
+    """Return the mapping in a file that `read_values` can read.
+
+    A file that is missing or damaged, or that holds another value, gives {}.
+    """
     with suppress(OSError, UnreadableFileError):
         if isinstance(values := read_values(path), dict):
             return values
@@ -63,10 +75,10 @@ def read_facts(path: str | Path) -> dict[str, Any]:
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a flat dict from dotted key to value, for nested dicts.
+    """Return a flat dict from dotted key to value: {"a": {"b": 1}} becomes {"a.b": 1}.
 
-    Every key begins with the prefix, if one is given. An empty dict within `values` counts as a
-    value. For `values` that are no dict the key is the prefix; without one the result is empty.
+    With a prefix, every key is `<prefix>.<key>`. Lists and empty dicts are values. If `values` is
+    such a value itself, the result is {prefix: values}, or {} without a prefix.
     """
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}

@@ -17,12 +17,12 @@ from pydantic import field_validator
 from gptrain.core.value_types import Count, OpenSection, Positive, Seconds
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
-DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
+_DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
 _HEADS = ("tensor_plan", "n_heads", "head")
 
 
 class StrategyOptions(OpenSection):
-    """Options that every strategy has, and facts about a strategy.
+    """Options that every strategy has, and facts about the strategy as attributes of the class.
 
     Attributes:
         axes: Axes of the device mesh over which the work is divided.
@@ -48,7 +48,7 @@ class StrategyOptions(OpenSection):
 
     @property
     def copies(self) -> int:
-        """Number of copies of the net that the option `replicas` asks for, or 1."""
+        """Value of the option `replicas`: copies of the sharded net. 1 without this option."""
         return getattr(self, "replicas", None) or 1
 
 
@@ -148,17 +148,19 @@ ANY_NET = tuple(name for name, options in STRATEGIES.items() if not options.need
 def default_options(name: str) -> StrategyOptions:
     """Return the options of a strategy with the defaults of its yaml file.
 
-    `name` is a key of STRATEGIES or "auto". All calls with the same name return the same object,
-    which must not be changed.
+    `name` is a key of STRATEGIES or "auto". The caller must not change the result, which all calls
+    with the same name share.
     """
-    content = yaml.safe_load((DEFAULTS / f"{name}.yaml").read_text())
+    content = yaml.safe_load((_DEFAULTS / f"{name}.yaml").read_text())
     return STRATEGIES["ddp" if name == "auto" else name].model_validate(content)
 
 
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
     """Return the default options of a strategy, with the values of `given` for keys that both have.
 
-    `given` are the options of another strategy. `name` is not taken from them.
+    Args:
+        name: Key of STRATEGIES.
+        given: Options of any strategy. Its `name` is not taken over.
     """
     shared = STRATEGIES[name].model_fields.keys() & given.model_fields_set - {"name"}
     return default_options(name).model_copy(update={key: getattr(given, key) for key in shared})
@@ -168,8 +170,15 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
 class ParallelDims:
     """Number of ranks along each axis of the device mesh, pipeline x data x context x tensor.
 
-    Neighboring ranks differ in the last axis. `context` ranks share a sequence. `replicas`, which
-    must divide `data`, is the number of copies of the sharded net, and no further axis.
+    Ranks are numbered along the last axis first: rank 1 follows rank 0 in `tensor`, if that is
+    more than 1.
+
+    Attributes:
+        data: Groups of ranks that train on different samples.
+        tensor: Ranks that share each layer.
+        pipeline: Ranks that share the blocks, each of which has one stage.
+        replicas: Copies of a net that FSDP shards. It is no further axis, and divides `data`.
+        context: Ranks that share each sequence.
     """
 
     data: int = 1
@@ -188,14 +197,9 @@ class ParallelDims:
         """Number of ranks that average their gradients: those of the data and context axes."""
         return self.data * self.context
 
-    @property
-    def ranks_per_sample(self) -> int:
-        """Number of neighboring ranks that read the same samples."""
-        return self.context * self.tensor
-
     def data_rank(self, rank: int) -> int:
         """Return which part of the samples a rank reads, from 0 to `data` - 1."""
-        return rank // self.ranks_per_sample % self.data
+        return rank // (self.context * self.tensor) % self.data
 
 
 def strategy_name(name: str, world_size: int) -> str:
@@ -209,10 +213,16 @@ def strategy_name(name: str, world_size: int) -> str:
 
 
 def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -> ParallelDims:
-    """Return the number of ranks along each axis of a strategy.
+    """Return the number of ranks along each axis of the strategy `options.name`.
 
-    The data axis has the ranks that the others leave. Without a configured size a context axis has
-    all ranks of a node, and a tensor or pipeline axis 2 if there is a data axis, else all.
+    The data axis has the ranks that the others leave. A context axis whose size is null has all
+    ranks of a node. A tensor or pipeline axis whose size is null has 2 ranks if the strategy has a
+    data axis, else all. `replicas` is taken over without a check.
+
+    Args:
+        options: Options of the strategy.
+        world_size: Number of ranks of the job.
+        n_nodes: Number of nodes, which have equally many ranks.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size.
@@ -235,17 +245,23 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:
-    """Return the number of microbatches of a batch: `given`, or two per pipeline stage (rank)."""
+    """Return the number of microbatches of a micro-step: `given`, or 2 per rank of the pipeline.
+
+    `given` is the option `strategy.microbatches`, and `n_ranks` the number of pipeline ranks.
+    """
     return given or 2 * n_ranks
 
 
 def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
     """Return the indices of the blocks of a pipeline stage.
 
-    `stage` counts from 0. If the stages cannot hold equally many, the first one and some others
-    hold one block more. The last one does not: it also computes the head, which costs more than the
-    embedding.
+    If the stages cannot hold equally many, the first one and some others hold one block more than
+    the last one. With fewer blocks than stages, some stages have none.
+
+    Args:
+        stage: Index of the stage, from 0.
     """
+    # The last stage also computes the head, which costs more than the embedding.
     return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
 
 

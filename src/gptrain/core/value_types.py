@@ -13,12 +13,15 @@ from gptrain.core.precision import PRECISIONS, SHORT_NAMES
 
 SEED_MAX = 2**32 - 1  # largest seed that numpy's generators accept
 WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)
-MOST_RANKS = 1024  # ranks on one machine; a larger number is a typing error
-INT32_MAX = 2**31 - 1  # largest index that kernels with 32-bit indices can address
+_MOST_RANKS = 1024  # ranks on one machine; a larger number is a typing error
+_INT32_MAX = 2**31 - 1  # largest index that kernels with 32-bit indices can address
 
 
-def between(low: int, high: int = INT32_MAX) -> Any:
-    """Return a pydantic field with an inclusive lower and upper bound, to be used in Annotated."""
+def between(low: int, high: int = _INT32_MAX) -> Any:
+    """Return a pydantic field for a number from `low` to `high`, both included.
+
+    It is used as `Annotated[int, between(1, 9)]`.
+    """
     return Field(ge=low, le=high)
 
 
@@ -42,14 +45,14 @@ def _devices(value: Any) -> Any:
             raise ValueError("a list must contain device indices, 0 or higher, each once")
     elif value != "auto" and type(value) is not int:
         raise ValueError('not a number, list or "auto"')
-    elif value not in ("auto", -1) and not 1 <= value <= MOST_RANKS:
-        raise ValueError("need at least 1" if value < 1 else f"too large (max {MOST_RANKS})")
+    elif value not in ("auto", -1) and not 1 <= value <= _MOST_RANKS:
+        raise ValueError("need at least 1" if value < 1 else f"too large (max {_MOST_RANKS})")
     return "auto" if value == -1 else value
 
 
 Count = Annotated[int, between(1)]
 Positive = Annotated[float, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, le=INT32_MAX)]  # above, gloo waits for no time at all
+Seconds = Annotated[float, Field(gt=0, le=_INT32_MAX)]  # above, gloo waits for no time at all
 NonNegative = Annotated[float, Field(ge=0)]
 AtLeastOne = Annotated[float, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -74,41 +77,44 @@ TokenCount = Annotated[float, Field(ge=1, le=2**63)]
 
 
 class KeepsResult:
-    """Mark in the type of a key that does not change what a run computes.
+    """Mark in the type of a key that may have another value when a run is resumed.
 
-    It is written as `Annotated[Count, KeepsResult]`. A resume may have another value. A key whose
-    effect is compared under another name has the mark, too, as `data.batch_size`.
+    The class itself is the mark: `Annotated[Count, KeepsResult]`. It is for keys that do not change
+    what a run computes, or whose effect a resume compares in another way, as `data.batch_size`. It
+    has an effect in the groups model, module, data, optimizer and scheduler.
     """
 
 
 class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """Base class of a group of keys. A key that is not a field is a validation error.
+    """Base class of a group of keys. A key that is not a field is a validation error of pydantic.
 
     So are a value of another type, such as a string for a number, and a NaN or an infinity.
     """
 
     @classmethod
     def keys_that_keep_the_result(cls) -> set[str]:
-        """Return the names of the fields with the mark KeepsResult: a resume may change these."""
+        """Return the names of the fields of this group with the mark KeepsResult."""
         fields = cls.model_fields.items()
         return {name for name, field in fields if KeepsResult in field.metadata}
 
     def plain(self) -> dict[str, Any]:
-        """Return the keys that were given, with their values, as nested dicts and lists."""
+        """Return the keys that were given, also unknown ones, as nested dicts and lists.
+
+        Fields that have their default because no file and no override sets them are left out.
+        """
         return self.model_dump(by_alias=True, exclude_unset=True, serialize_as_any=True)
 
 
 class OpenSection(Section, extra="allow"):
-    """Base class of a group with keys that gptrain does not know.
-
-    The additional keys are arguments of the user's class, or values to which other keys refer.
-    """
+    """Base class of a group that may have keys without a field, of any type."""
 
 
 class TargetConfig(OpenSection):
     """Node whose `_target_` names the class or function that builds an object.
 
-    gptrain reads the keys in OWN_KEYS itself. All other keys are keyword arguments of the target.
+    Attributes:
+        OWN_KEYS: Keys that gptrain reads itself. All others are keyword arguments of the target.
+        target: Dotted path of the class or function.
     """
 
     OWN_KEYS: ClassVar[frozenset[str]] = frozenset()
@@ -117,7 +123,7 @@ class TargetConfig(OpenSection):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the target, as nested dicts and lists: all keys except OWN_KEYS."""
+        """Keyword arguments of the target that were given, as nested dicts and lists."""
         return {k: v for k, v in self.plain().items() if k not in {"_target_", *self.OWN_KEYS}}
 
     def node(self) -> dict[str, Any]:
@@ -128,8 +134,13 @@ class TargetConfig(OpenSection):
 def chosen(kinds: Mapping[str, type[Section]], read_name: Callable[[Any], object]) -> Any:
     """Return the mark of a group whose section type depends on one of its values.
 
-    It is written as `Annotated[ModelConfig, chosen(kinds, read_name)]`. `kinds` has the type of the
-    section by name. The annotated type stands for any other name, such as that of a user's class.
+    It is written as `Annotated[ModelConfig, chosen(kinds, read_name)]`.
+
+    Args:
+        kinds: Type of the section by name. A group with another name, such as that of a user's
+            class, has the annotated type.
+        read_name: Function that returns the name for a group, which is a dict that is not validated
+            yet.
     """
 
     def validate(node: Any, of_other_name: Callable[[Any], Section]) -> Section:

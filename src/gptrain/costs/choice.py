@@ -15,15 +15,15 @@ from gptrain.costs.hardware import Machine
 from gptrain.costs.net import net_of
 from gptrain.costs.step import Step, estimate, memory
 
-MODE = "model.activation_checkpointing"
+_MODE = "model.activation_checkpointing"
 # Changes of the config that save memory. `compare` tries them in turn until a strategy fits.
-LEVELS = ({}, {MODE: "selective"}, {MODE: "full"}, {MODE: "full", "data.batch_size": 1})
+_LEVELS = ({}, {_MODE: "selective"}, {_MODE: "full"}, {_MODE: "full", "data.batch_size": 1})
 # A strategy counts as fast as the fastest if it has this fraction of the highest speed. Among such
 # strategies the first in the table, which is the simplest, is the best.
-EQUAL = 0.98
+_EQUAL = 0.98
 # Share of the memory of a device that one sequence may take. The estimate of the memory may be 10 %
 # too low, and torch's allocator is slow while the memory is nearly full.
-ROOM = 0.9
+_ROOM = 0.9
 # Values that optimizers of torch store per parameter without momentum, if not two. Adafactor stores
 # only one row and one column per matrix.
 STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
@@ -32,9 +32,13 @@ STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
 def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, float]:
     """Return how many values an optimizer stores per weight of a block's matrices, and per other.
 
-    `target` is the path of its class and `options` its arguments. The classes of torch.optim and
-    Muon are known. Any other class may have an attribute `states_per_parameter`. Without it, or if
-    the class cannot be imported, it counts as Adam: 2 and 2.
+    The classes of torch.optim and gptrain's Muon are known. Another class may have an attribute
+    `states_per_parameter`, for both. Without it, or if the class cannot be imported, it counts as
+    Adam: 2 and 2.
+
+    Args:
+        target: Dotted path of the class.
+        options: Its keyword arguments, of which only `momentum` counts.
     """
     n_states: float = 2
     if target == "gptrain.optim.Muon":  # with AdamW for all other parameters
@@ -50,7 +54,16 @@ def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, fl
 def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: int) -> Step | None:
     """Return the step of a run under a strategy. None if the net or `sample_tokens` is not known.
 
-    Raises a ValueError if the run cannot be divided over the ranks.
+    Args:
+        run: Configuration of the run. Options of its strategy are kept where the other one has
+            them, too. `trainer.num_nodes=auto` counts as one node.
+        sample_tokens: Tokens per sample.
+        name: Key of STRATEGIES.
+        world_size: Number of ranks.
+
+    Raises:
+        ValueError: If the ranks do not divide the batch, the heads, the blocks or the copies of the
+            net.
     """
     model, optimizer, net = run.model, run.optimizer, net_of(run.model)
     if net is None or sample_tokens is None:
@@ -80,10 +93,10 @@ def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: in
 
 
 def largest_batch_size(step: Step, machine: Machine) -> int:
-    """Return the largest batch_size of a step that fits into the memory, or 0.
+    """Return the largest `batch_size` with which a step fits into the memory, or 0 if none does.
 
-    It is a multiple of the microbatches of a pipeline. The number of micro-steps stays the same,
-    and the `batch_size` of the given step does not count.
+    It is a multiple of the microbatches of a pipeline. All other facts are those of `step`, whose
+    own `batch_size` does not count.
     """
 
     def peak(n: int) -> float:
@@ -93,14 +106,10 @@ def largest_batch_size(step: Step, machine: Machine) -> int:
     return step.microbatches * bisect_right(range(1, 2**20), machine.memory_bytes, key=peak)
 
 
-def estimates(
+def _estimates(
     run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the estimate of the run under each strategy whose ranks divide the work, by name.
-
-    `single` uses one device, every other strategy all of them. The estimates have one more entry,
-    `largest_batch_size`. The dict is empty if the net or `sample_tokens` is not known.
-    """
+    """Return the estimate of the run under each strategy whose ranks divide the work, by name."""
     rows = {}
     world_size = machine.n_local * n_nodes
     for name, strategy in STRATEGIES.items():
@@ -120,11 +129,12 @@ def compare(
 ) -> dict[str, Any]:
     """Estimate the run under each strategy, and choose the best strategy.
 
-    The best strategy is the first in the table STRATEGIES among those that allow the precision
-    and the `compile` mode of the run, fit into the memory, and reach 98 % of the highest speed. If
-    nothing fits as the run is configured, selective and full activation checkpointing and then also
-    `data.batch_size=1` are tried in turn. Context parallelism is considered, and then comes first,
-    only if strategies that divide nothing but the batch do not fit even with the last of these.
+    `single` uses one device, every other strategy all of them. The best strategy is the first in
+    the table STRATEGIES among those that allow the precision and the `compile` mode of the run, fit
+    into the memory, and reach 98 % of the highest speed. If nothing fits as the run is configured,
+    selective and full activation checkpointing, and then full together with `data.batch_size=1`,
+    are tried in turn. Context parallelism is considered, and then comes first, only if no strategy
+    that divides nothing but the batch fits into 90 % of the memory with the last of these.
 
     Args:
         run: Configuration of the run.
@@ -134,16 +144,17 @@ def compare(
 
     Returns:
         parameters: Number of parameters, or None if the net is not known.
-        strategies: Estimate (`estimates`) of the run as it is configured, by the name of the
-            strategy. Empty if the net or `sample_tokens` is not known.
+        strategies: Name of the strategy -> `estimate` of the run as it is configured, and
+            `largest_batch_size`. A strategy whose ranks do not divide the run is missing. Empty if
+            the net or `sample_tokens` is not known.
         best: Name of the best strategy, or None if nothing fits or there are no estimates.
-        changes: New values of config keys that select the best strategy and make it fit. None if
-            `best` is None.
+        changes: Config key -> new value, for the keys that select the best strategy and make it
+            fit. None if `best` is None.
     """
 
     def rows_of(changes: Mapping[str, Any], share: float = 1.0) -> dict[str, dict[str, Any]]:
         part = replace(machine, memory_bytes=share * machine.memory_bytes)
-        return estimates(run.changed(changes), sample_tokens, part, n_nodes)
+        return _estimates(run.changed(changes), sample_tokens, part, n_nodes)
 
     net = net_of(run.model)
     n_parameters = net and int(net.parameters(net.n_layers, True, True))
@@ -153,16 +164,16 @@ def compare(
         rows = {name: row for name, row in rows.items() if row.is_standard}
     if run.model.compile == "model":  # allowed only with strategies that take any net
         rows = {name: row for name, row in rows.items() if not row.needs}
-    least = [name for name, row in rows_of(LEVELS[-1], ROOM).items() if row["fits"]]
+    least = [name for name, row in rows_of(_LEVELS[-1], _ROOM).items() if row["fits"]]
     fits_whole = any(set(rows[name].axes) <= {DATA} for name in least if name in rows)
     divided = [] if fits_whole else [name for name, row in rows.items() if CONTEXT in row.axes]
     names = divided + [name for name, row in rows.items() if CONTEXT not in row.axes]
-    for level in LEVELS:
+    for level in _LEVELS:
         planned = rows_of(level)
         fitting = [name for name in names if name in planned and planned[name]["fits"]]
         # Without times, on a CPU, the strategies that use all devices count as equally fast.
         speeds = {n: planned[n]["tokens_per_s"] or len(rows[n].axes[:1]) for n in fitting}
-        equal = (name for name in fitting if speeds[name] >= EQUAL * max(speeds.values()))
+        equal = (name for name in fitting if speeds[name] >= _EQUAL * max(speeds.values()))
         if best := next(equal, None):
             on_one = {"trainer.devices": 1} if best == "single" else {}
             if best == "single" and n_nodes > 1:

@@ -12,13 +12,19 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-BANDWIDTH = 0.8  # fraction of the bandwidth on a data sheet that training reaches
+_BANDWIDTH = 0.8  # fraction of the bandwidth on a data sheet that training reaches
 # Memory of a GPU that tensors cannot use: the CUDA context, workspaces of cuBLAS and NCCL.
-CONTEXT_BYTES = 2**30
+_CONTEXT_BYTES = 2**30
 
 
 class Link(NamedTuple):
-    """A connection between devices: one-way bytes/s of one device, and seconds per message."""
+    """A connection between devices.
+
+    Attributes:
+        name: Name of the link, such as "nvlink4".
+        bytes_per_s: One-way bandwidth of one device.
+        latency_s: Seconds per message, in addition to the time of its bytes.
+    """
 
     name: str
     bytes_per_s: float
@@ -50,12 +56,12 @@ _HOPPER = (0.61, 0.5)
 # B200: Llama of 8 B, bf16, at less than full power: torchao, prototype/mx_formats/README.md.
 _BLACKWELL = (0.37, 0.5)
 _OTHER = (0.6, 0.6)  # an assumption, for generations without published runs
-TYPES = "float32", "tf32", "float16", "bfloat16"
+_TYPES = "float32", "tf32", "float16", "bfloat16"
 # The table of GPUs. A board with two GPUs counts as two devices. Columns: name, words of the name
-# that the driver reports, GiB, TB/s, fastest link within a node, peak TFLOP/s in the order of TYPES
-# (0: no instructions for the type), fractions that training reaches, data sheet. `device_of` takes
-# the first row with all its words in the driver's name. Rows with more words therefore come before
-# rows with fewer words.
+# that the driver reports, GiB, TB/s, fastest link within a node, peak TFLOP/s of each of _TYPES (0:
+# no instructions for the type), fractions that training reaches, data sheet. `device_of` takes the
+# first row with all its words in the driver's name. Rows with more words therefore come before rows
+# with fewer words.
 _A100, _H100, _H100_NVL = (19.5, 156, 312, 312), (67, 494, 989, 989), (60, 417, 835, 835)
 _DEVICES = (
     ("v100_sxm2_32gb", "V100 SXM2 32GB", 32, 0.9, "nvlink2", (15.7, 0, 125, 0), _VOLTA, "2020"),
@@ -109,16 +115,18 @@ class Machine:
         name: Key of DEVICES, or "cpu".
         n_local: Number of ranks on one node.
         memory_bytes: Memory for the tensors of one rank.
-        flops_per_s: Speed of matrix multiplications in training, of one rank. The keys are torch's
-            names of the types, and "tf32". Empty for a CPU, whose steps are not timed.
+        flops_per_s: Speed of matrix multiplications in training, of one rank, by type. The keys are
+            torch's names of the types, and "tf32". A type without instructions is missing. Empty
+            for a CPU, whose steps are not timed.
         memory_bytes_per_s: Bandwidth of the memory in training, of one rank.
         link: Link between the ranks of one node.
         network: Link between nodes, of each device.
         source: Origin of the figures, for the output of the planner.
         matmul: Fraction of the speeds on the data sheet that `flops_per_s` has.
         attention: Speed of attention, as a fraction of that of matrix multiplications.
-        island: Number of devices that `link` joins. 0 if `link` joins all devices of a node.
-        host: Link of rings with more devices than `island`.
+        island: Number of devices that `link` joins. It counts only with a `host`.
+        host: Link of rings with more devices than `island`. None if `link` joins all devices of a
+            node.
     """
 
     name: str
@@ -140,8 +148,8 @@ def machine_of(
 ) -> Machine:
     """Return a node of `n_local` GPUs, with the speeds that training reaches in practice.
 
-    These are fractions of the figures on the data sheets. The memory is reduced by what the CUDA
-    context and the libraries take.
+    These are fractions of the figures on the data sheets. The memory is that of the data sheet
+    without 1 GiB for the CUDA context and the libraries. All GPUs are joined by `link`.
 
     Args:
         name: Key of DEVICES.
@@ -154,16 +162,19 @@ def machine_of(
     """
     _, gib, tb_per_s, own_link, tflops, (matmul, attention), sheet = DEVICES[name]
     near, far = LINKS[link or own_link], LINKS[network]
-    links = [n._replace(bytes_per_s=BANDWIDTH * n.bytes_per_s) for n in (near, far)]
-    flops_per_s = {kind: matmul * n * 1e12 for kind, n in zip(TYPES, tflops, strict=True) if n}
-    memory_bytes, bandwidth = gib * 2**30 - CONTEXT_BYTES, BANDWIDTH * tb_per_s * 1e12
+    links = [n._replace(bytes_per_s=_BANDWIDTH * n.bytes_per_s) for n in (near, far)]
+    flops_per_s = {kind: matmul * n * 1e12 for kind, n in zip(_TYPES, tflops, strict=True) if n}
+    memory_bytes, bandwidth = gib * 2**30 - _CONTEXT_BYTES, _BANDWIDTH * tb_per_s * 1e12
     source = f"data sheet, {sheet}; {near.name}, {far.name}"
     speeds: Any = (memory_bytes, flops_per_s, bandwidth, *links, source, matmul, attention)
     return Machine(name, n_local, *speeds)
 
 
 def this_cpu(n_local: int) -> Machine:
-    """Return the CPU of this machine, whose memory `n_local` ranks share. It has no speeds."""
+    """Return the CPU of this machine, whose memory `n_local` ranks share.
+
+    Its `flops_per_s` is empty, and its links and bandwidths have no meaning.
+    """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n_local
     link = Link("gloo", 1.0, 0.0)
     source = "memory as on a GPU, times are not planned"

@@ -60,7 +60,7 @@ class Net:
 
     @property
     def table(self) -> int:
-        """Number of weights of the token table, and of the head: V D."""
+        """Number of weights of the token table, which is also that of the head: V D."""
         return self.vocab_size * self.d_model
 
     @property
@@ -78,7 +78,7 @@ class Net:
     def parameters(
         self, n_blocks: int, is_first: bool, is_last: bool, n_tensor: int = 1, n_shards: int = 1
     ) -> float:
-        """Return the number of parameters that one rank holds of a part of the model.
+        """Return the number of parameters that one rank holds of a part of the net.
 
         Args:
             n_blocks: Number of blocks in the part.
@@ -112,7 +112,7 @@ class Net:
 
 
 def net_of(model: ModelConfig) -> Net | None:
-    """Return the sizes of the net of a `model` group, or None for a net without formulas."""
+    """Return the sizes of the net of a `model` group. None if it is no SimpleGPT and no Llama."""
     if isinstance(model, SimpleGPTConfig):
         sizes = (model.vocab_size, model.d_model, model.n_heads, model.n_heads, model.n_layers)
         more: dict[str, Any] = {"has_biases": True, "is_tied": True}
@@ -127,10 +127,10 @@ def net_of(model: ModelConfig) -> Net | None:
 def train_flops_per_token(
     n_matrix_weights: int, n_layers: int, d_attention: int, seq_len: int
 ) -> int:
-    """Return the model FLOPs of one token in a training step: 6 N + 12 L (H Q) T.
+    """Return the model FLOPs of one token in a forward and backward pass: 6 N + 12 L (H Q) T.
 
-    A multiply-add is two FLOPs. Causal attention counts as full attention, and recomputation does
-    not count.
+    A multiply-add is two FLOPs. Causal attention counts as full attention. Recomputation and the
+    optimizer do not count.
 
     Args:
         n_matrix_weights: N, number of weights that multiply each token. These are all matrices and

@@ -33,7 +33,7 @@ class Step:
         accumulate: Micro-steps per optimizer step.
         precision: Precision as Lightning names it, such as "bf16-mixed".
         states: Values that the optimizer stores per weight of a block's matrices, and per other
-            parameter.
+            parameter (`optimizer_states`).
         checkpointing: "none", "selective" or "full", the activations that a block recomputes.
         compile: "none", "blocks" or "model", the parts of the net that are compiled.
         dropout: Probability of dropout.
@@ -80,7 +80,7 @@ class Step:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per token of the residual stream. FSDP gathers weights in 16 bits."""
+        """Bytes per token of the residual stream, whose type under FSDP is that of matmuls."""
         return self.net.d_model * (self.matmul_bytes if self.sharded else self.weight_bytes)
 
     @property
@@ -112,7 +112,7 @@ class Step:
     def held(self) -> tuple[float, float]:
         """Number of the rank's parameters in blocks, and of those outside, before FSDP shards them.
 
-        Both numbers include the padding by which FSDP makes all shards of a tensor equally large.
+        The padding that makes all shards of a tensor equally large is included.
         """
         n_blocks, is_first, is_last = self.part
         tensor, shards = self.dims.tensor, self.n_shards
@@ -214,12 +214,12 @@ def memory(step: Step) -> dict[str, float]:
 def activations(step: Step) -> tuple[float, float]:
     """Return the bytes per token that a block keeps for its backward pass, and that it recomputes.
 
-    Without activation checkpointing a block keeps the inputs of both norms, the inputs of its
-    matrices, q, k, v and the output of the attention, the values inside the MLP, and the statistics
-    of norms and softmax. "selective" keeps the outputs of matrices, "full" the input of the block.
-
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
+    # Without activation checkpointing a block keeps the inputs of both norms, the inputs of its
+    # matrices, q, k, v and the output of the attention, the values inside the MLP, and the
+    # statistics of norms and softmax. "selective" keeps the outputs of matrices, "full" the input
+    # of the block.
     net, n_tensor, n_bytes = step.net, step.dims.tensor, step.matmul_bytes
     is_cast = step.is_mixed and not step.sharded
     is_fp32_norm = step.is_mixed and net.has_biases  # autocast computes LayerNorm in fp32
@@ -252,7 +252,7 @@ def activations(step: Step) -> tuple[float, float]:
 # Traffic
 
 
-class Traffic(NamedTuple):
+class _Traffic(NamedTuple):
     """The data of one kind, such as gradients, that a rank sends in an optimizer step.
 
     Attributes:
@@ -273,7 +273,7 @@ class Traffic(NamedTuple):
     overlap: float = 0.0
 
 
-def gather_bytes(n_bytes: float, n_ranks: int) -> float:
+def _gather_bytes(n_bytes: float, n_ranks: int) -> float:
     """Return the bytes that a rank sends to all-gather or reduce-scatter `n_bytes` around a ring.
 
     Source: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002
@@ -281,8 +281,8 @@ def gather_bytes(n_bytes: float, n_ranks: int) -> float:
     return n_bytes * (n_ranks - 1) / n_ranks
 
 
-def find_traffic(step: Step) -> Iterator[Traffic]:
-    """Yield the traffic of a rank in a step, also kinds of 0 bytes, but not that of small votes."""
+def find_traffic(step: Step) -> Iterator[_Traffic]:
+    """Yield each kind of traffic that a rank sends in an optimizer step. It may have 0 bytes."""
     net, dims = step.net, step.dims
     n_blocks, is_first, is_last = step.part
     n_ends = [is_first, is_last].count(True)
@@ -293,27 +293,27 @@ def find_traffic(step: Step) -> Iterator[Traffic]:
     is_recomputed = step.checkpointing != "none"
     exchanges = step.accumulate * (n_blocks * (11 if is_recomputed else 8) + 2 * n_ends)
     tokens = step.batch_size * -(-step.seq_len // dims.tensor) * dims.tensor
-    sent = exchanges * gather_bytes(tokens * net.d_model * step.matmul_bytes, dims.tensor)
-    yield Traffic("activations", TENSOR, sent, exchanges, dims.tensor - 1)
+    sent = exchanges * _gather_bytes(tokens * net.d_model * step.matmul_bytes, dims.tensor)
+    yield _Traffic("activations", TENSOR, sent, exchanges, dims.tensor - 1)
 
     # Each block exchanges q, k and v in one all-to-all and the output of attention in another.
     # Jacobs et al. 2023, arXiv:2309.14509, section 3.2.
     passes = step.accumulate * n_blocks * (3 if is_recomputed else 2)
     heads = step.rank_tokens * 2 * (net.d_q + step.d_kv) * step.matmul_bytes
-    yield Traffic("heads", CONTEXT, passes * gather_bytes(heads, dims.context), 2 * passes)
+    yield _Traffic("heads", CONTEXT, passes * _gather_bytes(heads, dims.context), 2 * passes)
 
     # A stage sends activations to the next stage and their gradients to the previous one. The first
     # and the last stage have one neighbour, and share the gradient of a tied token table.
     if dims.pipeline > 1:
         sends = step.accumulate * (2 - n_ends)
         row_bytes = net.d_model * max(step.matmul_bytes, step.weight_bytes)
-        yield Traffic("activations", PIPELINE, sends * step.rank_tokens * row_bytes, sends)
+        yield _Traffic("activations", PIPELINE, sends * step.rank_tokens * row_bytes, sends)
         tied = net.table * step.weight_bytes if net.is_tied and n_ends else 0
-        yield Traffic("gradient of the tied weight", PIPELINE, tied, 1, 2)
+        yield _Traffic("gradient of the tied weight", PIPELINE, tied, 1, 2)
     yield from _weight_traffic(step)
 
 
-def _weight_traffic(step: Step) -> Iterator[Traffic]:
+def _weight_traffic(step: Step) -> Iterator[_Traffic]:
     """Yield the traffic of weights and gradients (Rajbhandari et al. 2020, arXiv:1910.02054)."""
     blocks, root = step.held
     total, n_blocks = blocks + root, step.part[0]
@@ -324,16 +324,16 @@ def _weight_traffic(step: Step) -> Iterator[Traffic]:
         n_shards, n_copies = step.n_shards, step.dims.replicas
         gathers = step.accumulate * (2 if options.reshard_after_forward else 1)
         gathered = gathers * blocks + step.accumulate * root
-        sent = gather_bytes(gathered * step.matmul_bytes, n_shards)
+        sent = _gather_bytes(gathered * step.matmul_bytes, n_shards)
         exposed = step.accumulate * root / gathered
-        yield Traffic("weights", DATA, sent, gathers * n_blocks + 1, n_shards - 1, exposed, 1.0)
+        yield _Traffic("weights", DATA, sent, gathers * n_blocks + 1, n_shards - 1, exposed, 1.0)
         reductions = step.accumulate if options.accumulate_shards else 1
         calls, exposed = reductions * (n_blocks + 1), root / total
-        sent = reductions * gather_bytes(total * step.weight_bytes, n_shards)
-        yield Traffic("gradients", DATA, sent, calls, n_shards - 1, exposed, 1.0)
-        sent = 2 * reductions * gather_bytes(total / n_shards * step.weight_bytes, n_copies)
+        sent = reductions * _gather_bytes(total * step.weight_bytes, n_shards)
+        yield _Traffic("gradients", DATA, sent, calls, n_shards - 1, exposed, 1.0)
+        sent = 2 * reductions * _gather_bytes(total / n_shards * step.weight_bytes, n_copies)
         hops = 2 * (n_copies - 1)
-        yield Traffic("gradients of copies", DATA, sent, calls, hops, exposed, 1.0)
+        yield _Traffic("gradients of copies", DATA, sent, calls, hops, exposed, 1.0)
         return
     # One all-reduce, bucket by bucket, during the last backward pass, which is two thirds of a
     # micro-step. A bucket waits for its last gradient, and the gradient of a tied table is the last
@@ -344,12 +344,12 @@ def _weight_traffic(step: Step) -> Iterator[Traffic]:
     bucket = options.bucket_cap_mb * 2**20 / step.weight_bytes  # parameters per bucket
     last_bucket = max(bucket, step.net.table) if step.net.is_tied else bucket
     exposed = 1.0 if step.dims.pipeline > 1 else min(1.0, last_bucket / total)
-    sent = 2 * gather_bytes(total * value_bytes, step.dims.gradient_ranks)
+    sent = 2 * _gather_bytes(total * value_bytes, step.dims.gradient_ranks)
     calls, hops = -(-total // bucket), 2 * (step.dims.gradient_ranks - 1)
-    yield Traffic("gradients", DATA, sent, calls, hops, exposed, overlap=2 / 3 / step.accumulate)
+    yield _Traffic("gradients", DATA, sent, calls, hops, exposed, overlap=2 / 3 / step.accumulate)
 
 
-def find_link(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
+def _find_link(traffic: _Traffic, dims: ParallelDims, machine: Machine) -> Link:
     """Return the link that limits a kind of traffic: that of the ring of the ranks of its axis.
 
     A ring within one node takes the machine's `link`, or `host` if it spans more devices than
@@ -373,11 +373,11 @@ def find_link(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
 
 # Number of times that each kept activation is read or written, without and with torch.compile, and
 # that each logit and each byte of a parameter is. All were counted in SimpleGPT and Llama.
-MOVES, COMPILED_MOVES, PER_LOGIT, PER_PARAMETER = 7, 3, 10, 10
+_MOVES, _COMPILED_MOVES, _PER_LOGIT, _PER_PARAMETER = 7, 3, 10, 10
 # Calls of torch operations of a block and of the rest of a microbatch, and the seconds that a CPU
 # needs to launch one of them on a GPU.
-BLOCK_CALLS, STEP_CALLS, CALL_S = 60, 150, 5e-6
-TIMES = ("step_s", "communication_s", "overlapped_s", "tokens_per_s", "mfu", "scaling_efficiency")
+_BLOCK_CALLS, _STEP_CALLS, _CALL_S = 60, 150, 5e-6
+_TIMES = ("step_s", "communication_s", "overlapped_s", "tokens_per_s", "mfu", "scaling_efficiency")
 
 
 def estimate(step: Step, machine: Machine) -> dict[str, Any]:
@@ -389,7 +389,8 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
 
     Args:
         step: Facts about the optimizer step of any rank of the run.
-        machine: Machine on which the ranks run.
+        machine: Machine on which the ranks run. With more ranks than `machine.n_local` the run uses
+            several such nodes.
 
     Returns:
         bytes_per_device: Bytes of each part of the memory (`memory`).
@@ -397,7 +398,7 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
         flops: FLOPs of the model, without recomputation and the update.
         recomputed_flops: FLOPs that activation checkpointing adds.
         wire_bytes_per_step: Bytes that the rank sends.
-        wire: The same bytes by kind, axis and link.
+        wire: "kind, axis, link" -> bytes, the same bytes by kind. Kinds of 0 bytes are missing.
         step_s: Seconds of a step. This and all values below are None on a CPU.
         communication_s: Seconds of all communication.
         overlapped_s: Seconds of communication that overlap with computation.
@@ -421,7 +422,7 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
 
     all_traffic = [[*find_traffic(end)] for end in step.ends]
     entries = max(all_traffic, key=lambda sent: sum(entry.n_bytes for entry in sent))
-    links = {entry: find_link(entry, dims, machine) for entry in entries if entry.n_bytes}
+    links = {entry: _find_link(entry, dims, machine) for entry in entries if entry.n_bytes}
     wire = {f"{e.what}, {e.axis} axis, {link.name}": round(e.n_bytes) for e, link in links.items()}
     row = {
         "bytes_per_device": {name: round(n_bytes) for name, n_bytes in held.items()},
@@ -432,7 +433,7 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
         "wire": wire,
     }
     if not machine.flops_per_s:
-        return row | dict.fromkeys(TIMES)
+        return row | dict.fromkeys(_TIMES)
 
     # A type without instructions, and fp64, have the speed of fp32. Matrices of fp32 are multiplied
     # in TF32 if the device has it, because train.py allows TF32.
@@ -444,13 +445,14 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
     stage_flops += head * (dims.pipeline - 1)
     # Recomputation repeats the forward pass, which is half of the elementwise work.
     repeats = 1.5 if step.checkpointing != "none" else 1.0
-    moves = MOVES if step.compile == "none" else COMPILED_MOVES
+    moves = _MOVES if step.compile == "none" else _COMPILED_MOVES
     kept = activations(replace(step, checkpointing="none", compile="none"))[0]
-    per_token = repeats * moves * net.n_layers * kept + PER_LOGIT * 4 * net.vocab_size / dims.tensor
+    per_token = repeats * moves * net.n_layers * kept
+    per_token += _PER_LOGIT * 4 * net.vocab_size / dims.tensor
     moved_bytes = step.rank_tokens * step.accumulate / dims.pipeline * per_token
-    moved_bytes += PER_PARAMETER * held["weights"]
-    calls = repeats * BLOCK_CALLS * net.n_layers / dims.pipeline + STEP_CALLS
-    call_s = step.accumulate * step.microbatches * calls * CALL_S
+    moved_bytes += _PER_PARAMETER * held["weights"]
+    calls = repeats * _BLOCK_CALLS * net.n_layers / dims.pipeline + _STEP_CALLS
+    call_s = step.accumulate * step.microbatches * calls * _CALL_S
     busy_s = max(stage_flops / peak + moved_bytes / machine.memory_bytes_per_s, call_s)
     # Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     idle_s = busy_s * (dims.pipeline - 1) / step.microbatches
@@ -467,4 +469,4 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
     step_s = busy_s + idle_s + shown_s
     speed, mfu = step_tokens / step_s, flops / step_s / peak * machine.matmul
     times = step_s, sent_s, sent_s - shown_s, speed, mfu, busy_s / step_s
-    return row | dict(zip(TIMES, times, strict=True))
+    return row | dict(zip(_TIMES, times, strict=True))

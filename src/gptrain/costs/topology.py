@@ -16,10 +16,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the hea
 
 
 def speed(link: str) -> int:
-    """Return a number for a link's word of nvidia-smi, higher for a faster link.
+    """Return a number by which links compare, higher for a faster link, from nvidia-smi's word.
 
-    It is the number of NVLinks for a word such as "NV4", negative for PCIe, such as "PHB", and
-    lowest for an unknown word.
+    It is the number of NVLinks, 4 for "NV4"; below 0 for PCIe, such as "PHB"; and lowest for an
+    unknown word.
     """
     if link.startswith("NV") and link[2:].isdigit():
         return int(link[2:])
@@ -30,6 +30,9 @@ def find_islands(links: Links) -> list[list[int]]:
     """Divide the GPUs of a node, by index, into groups for tensor parallelism.
 
     Each GPU of a group has NVLinks to all others of the group. A GPU without NVLinks is alone.
+
+    Args:
+        links: Result of `parse_topology`. An empty dict gives [].
     """
     islands: list[list[int]] = []
     for gpu in sorted({gpu for gpu, _ in links}):
@@ -44,7 +47,7 @@ def find_islands(links: Links) -> list[list[int]]:
 def slowest_ring_link(links: Links) -> str | None:
     """Return the word of nvidia-smi for the slowest link of the fastest ring through all GPUs.
 
-    None for fewer than two GPUs.
+    Returns None if `links`, the result of `parse_topology`, is empty.
     """
     gpus = sorted({gpu for gpu, _ in links})
 

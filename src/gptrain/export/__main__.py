@@ -49,12 +49,15 @@ def export(cfg: ExportRun) -> None:
     """Write the net of a run, its tokenizer and a record of its model group to `run_dir`.
 
     `gptrain.load` builds the net from the record. An export to hf or peft of a net with adapters
-    has none, because it does not hold that net.
+    has no record, because it does not hold that net.
+
+    Args:
+        cfg: Configuration of the command. Its folder `run_dir` must exist.
 
     Raises:
         ConfigError: If the net has no form in transformers or peft (exit code 2), if the checkpoint
             is damaged (65) or missing (66), or if `run_dir` holds a run (73).
-        OSError: If a file cannot be written.
+        OSError: If a file cannot be read or written.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.config_errors import as_config_errors

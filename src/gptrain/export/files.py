@@ -16,33 +16,42 @@ from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import COMPANIONS, CONFIG_NAME, Tokenizer, copy_files
 from gptrain.parallel.requirements import tied_names
 
-FORMATS = {  # method of the net that a format needs, file of the weights, file of the config
+_FORMATS = {  # method of the net that a format needs, file of the weights, file of the config
     "hf": ("to_hugging_face", "model.safetensors", "config.json"),
     "peft": ("to_peft", "adapter_model.safetensors", "adapter_config.json"),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
     """Write the weights, and for hf and peft also a config; return the bytes of the weights.
 
-    The names are those of the net (safetensors), of transformers (hf) or of adapters (peft).
-    `dtype` is that of floating point weights: fp32 or bf16. The folder must exist; its files of
-    these names are replaced. A net without `to_hugging_face` or `to_peft` is a ConfigError.
+    Files of these names in the folder are replaced.
+
+    Args:
+        net: Full net on one device.
+        folder: Existing folder.
+        format: "safetensors", "hf" or "peft", by which the tensors have the names of the net, of
+            transformers or of peft.
+        dtype: "fp32" or "bf16", for floating point tensors. Other tensors keep their type.
+
+    Raises:
+        ConfigError: If the net lacks the method `to_hugging_face` (hf) or `to_peft` (peft).
+        OSError: If a file cannot be written.
     """
     if format == "safetensors":
         file, ties = "model.safetensors", tied_names(net)
         tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in ties}
     else:
-        method, file, config = FORMATS[format]
+        method, file, config = _FORMATS[format]
         if not hasattr(net, method):
             message = f"{type(net).__name__} has no `{method}` (see gptrain.models)"
             raise ConfigError.of("format", format, message, hint="format=safetensors")
         content, tensors = getattr(net, method)()
-        content |= {"dtype": str(DTYPES[dtype]).split(".")[1]} if format == "hf" else {}
+        content |= {"dtype": str(_DTYPES[dtype]).split(".")[1]} if format == "hf" else {}
         files.replace(folder / config, files.to_json(content))
     converted = {
-        name: t.detach().to(DTYPES[dtype] if t.is_floating_point() else t.dtype).contiguous()
+        name: t.detach().to(_DTYPES[dtype] if t.is_floating_point() else t.dtype).contiguous()
         for name, t in tensors.items()
     }
     # transformers requires this entry of the metadata.
@@ -51,11 +60,20 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
 
 
 def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, format: str) -> None:
-    """Write the tokenizer of a run, its chat template and its generation_config.json, if there are.
+    """Copy the tokenizer of a run, its chat template and its generation config to an export.
 
-    For hf, call it after `write_net`: the special tokens and their ids are added where transformers
-    reads them. Ids in the generation_config.json of the run win over those of the tokenizer, whose
-    end token is added.
+    Files that the run lacks are left out. For hf, special tokens and their ids are also written
+    where transformers reads them. Ids in the generation config of the run win over those of the
+    tokenizer, whose end token is added.
+
+    Args:
+        tokenizer: Tokenizer of the run, or None.
+        run: Run folder.
+        folder: Folder of the export. For hf, `write_net` has written its config.json.
+        format: "safetensors", "hf" or "peft".
+
+    Raises:
+        OSError: If a file cannot be read or written.
     """
     copy_files(run, folder, (*TOKENIZER, *COMPANIONS, GENERATION))
     if format != "hf":

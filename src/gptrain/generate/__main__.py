@@ -31,7 +31,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, LocalPath, Name
 
-Prompt = Name | Annotated[list[Name], Field(min_length=1)] | None
+_Prompt = Name | Annotated[list[Name], Field(min_length=1)] | None
 DEFAULTS = {
     **dict.fromkeys(("chat", "prompt", "top_k", "top_p"), "null"),
     **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "interactive": "false"},
@@ -39,23 +39,9 @@ DEFAULTS = {
 
 
 class GenerateRun(RunConfig):
-    """Keys of the command `gptrain.generate`: those of a run, and those of the command.
+    """Keys of the command `gptrain.generate`: those of a run, and those that its usage lists.
 
     Most keys of a run have no effect on the command: the net is used as it was trained.
-
-    Attributes:
-        from_run: Folder of a run, a checkpoint or an exported model. Required.
-        ckpt_path: Checkpoint of the run. None stands for the best.
-        prompt: Text or texts to continue. None continues a line break, unless `interactive` is set.
-        n_tokens: Largest number of tokens to generate.
-        temperature: Divisor of the logits. 0 takes the most probable token.
-        top_k: Number of the most probable tokens from which one is drawn, or None for all.
-        top_p: A token is drawn from the most probable ones that together reach this probability.
-            None for all.
-        stop: Texts before which the continuation ends.
-        interactive: Whether prompts are read from the terminal.
-        chat: Whether a prompt is a message of a conversation. None: only if `interactive` is set
-            and the run has a chat template.
     """
 
     runs_here: ClassVar[bool] = False
@@ -63,7 +49,7 @@ class GenerateRun(RunConfig):
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     ckpt_path: Literal["best", "last"] | None  # ty: ignore[incompatible-mutable-override]
-    prompt: Annotated[Prompt, Field(description="a text or a list of texts")]
+    prompt: Annotated[_Prompt, Field(description="a text or a list of texts")]
     n_tokens: Count
     temperature: NonNegativeFloat
     top_k: Count | None
@@ -92,7 +78,7 @@ def quote_text(word: str) -> str:
 
 
 def generate(cfg: GenerateRun) -> None:
-    """Print each prompt with its continuation.
+    """Print each prompt with its continuation; in a chat, only the answer.
 
     If `interactive` is set, prompts are then read from stdin until its end.
 

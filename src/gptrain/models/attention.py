@@ -16,16 +16,13 @@ from gptrain.models.cache import LayerCache
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
+_FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
 FLEX_MIN_D_HEAD = 16  # smallest size of a head in FlexAttention's CUDA kernels
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
     """Positions of the tokens of a batch, and the documents to which the tokens belong.
-
-    A layout is an explicit argument of every function between the net and its attention, so that a
-    block which runs twice under activation checkpointing gets the same layout both times.
 
     T is the number of tokens per sequence that a rank passes to the net, S that of the full
     sequence. They differ only under context parallelism, where a rank has a part of each sequence.
@@ -60,12 +57,18 @@ class SequenceLayout:
 
 
 def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
-    """Return {"layout": layout}, as an argument of a net, for documents (B, T), and {} for None."""
+    """Return the keyword argument `layout` of a net for documents (B, T), or {} for None.
+
+    The layout is that of `SequenceLayout.of_documents`.
+    """
     return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
 
 
 def head_width(d_model: int, n_heads: int, d_head: int | None) -> int:
-    """Return `d_head`, or `d_model / n_heads`, which raises a ValueError if it is no integer."""
+    """Return `d_head`, or `d_model / n_heads` if it is None.
+
+    Raises a ValueError if `d_head` is None and `n_heads` does not divide `d_model`.
+    """
     if d_head is not None:
         return d_head
     if d_model % n_heads:
@@ -154,17 +157,15 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Compute softmax(q k^T / sqrt(K)) v, (B, H, T, K), by the kernel for this mask and device.
 
-    H is the number of query heads, G the number of heads of k and v, K the width of a head, T the
-    number of queries and S the number of positions of k and v.
-
     Args:
-        q: Queries, (B, H, T, K).
-        k: Keys, (B, G, S, K).
+        q: Queries, (B, H, T, K): H heads of T positions, each of width K.
+        k: Keys, (B, G, S, K). G must divide H.
         v: Values, (B, G, S, K).
-        mask: Boolean mask (T, S) of the positions to which each query attends. None, for T = S,
+        mask: Boolean mask (T, S), True where a query attends to a position. None, for T = S,
             attends to all preceding positions and itself.
-        layout: Layout of the sequence, whose documents replace the mask.
-        dropout: Dropout probability of the attention weights.
+        layout: Layout of the sequences. If it has documents, T must be S, and each query attends to
+            the preceding positions of its document and itself. The mask is then ignored.
+        dropout: Dropout probability of the attention weights, applied in any mode.
     """
     is_grouped = q.shape[1] != k.shape[1]
     if is_grouped and q.is_cuda and q.dtype == torch.float32:
@@ -187,7 +188,7 @@ def attend(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return a mask (B, 1, T, T) from the documents (B, T) of tokens.
+    """Return a boolean mask (B, 1, T, T) from the index of the document of each token, (B, T).
 
     It is True where a token (row) attends to a position (column) of its own document up to itself.
     """
@@ -195,10 +196,10 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def document_block_mask(documents: Tensor) -> BlockMask:
-    """Return `document_mask` of documents that follow each other, (B, T), for FlexAttention.
+    """Return `document_mask` as the block mask of FlexAttention, from documents (B, T).
 
-    It equals that of torch's `create_block_mask`, which evaluates all T x T pairs of tokens and
-    takes 6 ms of a CPU; this one looks at the first and the last document of each block.
+    The tokens of a document must be neighbors. The result equals that of torch's
+    `create_block_mask`, which evaluates all T x T pairs of tokens.
     """
     # This import loads torch's compiler, which takes seconds.
     from torch.nn.attention.flex_attention import BlockMask
@@ -207,8 +208,8 @@ def document_block_mask(documents: Tensor) -> BlockMask:
         return (query >= key) & (documents[batch, query] == documents[batch, key])
 
     n_tokens = documents.shape[1]
-    starts = torch.arange(0, n_tokens, FLEX_BLOCK, device=documents.device)  # (N,)
-    ends = (starts + FLEX_BLOCK - 1).clamp(max=n_tokens - 1)
+    starts = torch.arange(0, n_tokens, _FLEX_BLOCK, device=documents.device)  # (N,)
+    ends = (starts + _FLEX_BLOCK - 1).clamp(max=n_tokens - 1)
     first, last = documents[:, starts], documents[:, ends]  # documents of each block, (B, N)
 
     # A block of keys before the block of the queries is seen if the last document of the one is the
@@ -216,13 +217,13 @@ def document_block_mask(documents: Tensor) -> BlockMask:
     is_continued = first[:, :, None] == last[:, None, :]  # (B, N blocks of queries, N of keys)
     is_one_document = last[:, :, None] == first[:, None, :]
     is_before = starts[:, None] > starts  # (N, N)
-    is_whole = (starts + FLEX_BLOCK <= n_tokens)[:, None]  # the last block may be shorter
+    is_whole = (starts + _FLEX_BLOCK <= n_tokens)[:, None]  # the last block may be shorter
     full = is_before & is_whole & is_one_document
     partial = (starts[:, None] == starts) | (is_before & is_continued & ~full)
     return BlockMask.from_kv_blocks(
         *_ordered_blocks(partial),
         *_ordered_blocks(full),
-        BLOCK_SIZE=FLEX_BLOCK,
+        BLOCK_SIZE=_FLEX_BLOCK,
         mask_mod=is_seen,
         seq_lengths=(n_tokens, n_tokens),
     )

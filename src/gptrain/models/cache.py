@@ -18,16 +18,21 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of `length` positions of one layer, for sequences of equal length."""
+    """Keys and values of one layer for a batch of sequences, all with the same positions.
+
+    Attributes:
+        length: Number of positions in the cache.
+    """
 
     length = 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append keys and values of T new positions, (B, heads of k and v, T, d_head), in place.
+        """Append keys and values of T new positions, each (B, heads of k and v, T, d_head).
 
         Returns:
-            Keys and values of all S positions, and a boolean mask (T, S) of those to which each new
-            one attends. It is None, for the causal mask, if the cache was empty.
+            Keys and values of all S positions, each (B, heads of k and v, S, d_head), and a boolean
+            mask (T, S), True where a new position attends. The mask is None, which stands for the
+            causal mask, if the cache was empty.
         """
         start = self.length
         n_new = k.shape[2]

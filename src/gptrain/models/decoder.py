@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from gptrain.models.attention import SequenceLayout
 from gptrain.models.cache import KVCache, LayerCache
 
-INIT_STD = 0.02  # standard deviation of initial matrices and embeddings, as in GPT-2
+_INIT_STD = 0.02  # standard deviation of initial matrices and embeddings, as in GPT-2
 
 
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and head: the base class of the nets of gptrain.
 
     The constructor of a subclass calls this one, which draws the seed of all initial weights from
-    torch's CPU generator, and then `build`. The layers are created on the meta device, where
-    PyTorch's own initialization costs nothing. `init_parameter` and `tensor_plan` know layers by
-    name: the two projections that write into the residual stream are `attention.out_proj` and
-    `mlp.down_proj`, and names of norms begin with `norm`.
+    torch's CPU generator. It then creates its additional layers on the meta device, and calls
+    `build`. `init_parameter` and `tensor_plan` know layers by name: the two projections that write
+    into the residual stream are `attention.out_proj` and `mlp.down_proj`, and names of norms begin
+    with `norm`.
+
+    The arguments are attributes of the same names. `token_embedding`, `blocks`, `norm` and `head`
+    are the layers.
 
     Args:
         vocab_size: Number of token ids V.
@@ -58,7 +61,7 @@ class Decoder(nn.Module):
     ):  # fmt: skip
         super().__init__()
         # Draw only one number from the global generator, on the CPU whatever the default device is.
-        self.init_seed = int(torch.randint(2**62, (), device="cpu"))
+        self._init_seed = int(torch.randint(2**62, (), device="cpu"))
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.n_heads = n_heads
@@ -71,14 +74,26 @@ class Decoder(nn.Module):
     def build(
         self, make_block: Callable[[], nn.Module], make_norm: Callable[[], nn.Module]
     ) -> None:
-        """Create `blocks`, `norm` and `head`, the first two by these functions, and initialize."""
+        """Create `blocks`, `norm` and `head`, and initialize all parameters of the net.
+
+        The parameters are allocated on the default device. If that is the meta device, they stay
+        without values.
+
+        Args:
+            make_block: Function that creates one block. It is called `n_layers` times.
+            make_norm: Function that creates the final norm.
+        """
         with torch.device("meta"):
             self.blocks = nn.ModuleList(make_block() for _ in range(self.n_layers))
             self.norm = make_norm()
             self.head = nn.Linear(self.d_model, self.vocab_size, bias=False)
             if self.tie_head:
                 self.head.weight = self.token_embedding.weight
-        self.initialize()
+        device = torch.get_default_device()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            for name, parameter in self.named_parameters():
+                self.init_parameter(name, parameter)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, layout: SequenceLayout | None = None
@@ -104,7 +119,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Compute the hidden states (B, T, D) after the final norm: `forward` without the head.
 
-        Arguments and errors are those of `forward`.
+        The arguments and the error are those of `forward`.
         """
         x = self.embed(tokens, 0 if cache is None else cache[-1].length, layout)
         blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage
@@ -125,8 +140,8 @@ class Decoder(nn.Module):
 
         Args:
             tokens: Token ids, (B, T).
-            start: Position of the first token, if there is no layout.
-            layout: Positions of the tokens, if they are not consecutive.
+            start: Position of the first token. It has no effect with a layout.
+            layout: Positions of the tokens. None if they follow each other from `start` on.
 
         Raises:
             ValueError: If the last position is not below `max_seq_len`. The positions of a layout
@@ -140,29 +155,18 @@ class Decoder(nn.Module):
         return self.token_embedding(tokens)
 
     def new_cache(self) -> KVCache:
-        """Return an empty key-value cache for `forward`, for one batch of sequences."""
+        """Return an empty key-value cache for `forward`, which fills it, for one batch."""
         return [LayerCache() for _ in range(self.n_layers)]
-
-    def initialize(self) -> None:
-        """Allocate all parameters on the default device and initialize them.
-
-        Does nothing if the default device is the meta device.
-        """
-        device = torch.get_default_device()
-        if device.type != "meta":
-            self.to_empty(device=device)
-            for name, parameter in self.named_parameters():
-                self.init_parameter(name, parameter)
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor) -> None:
         """Fill one full (unsharded) parameter in place with its initial values.
 
-        The values depend only on `init_seed`, the name and the shape. Biases are 0 and scales of
-        norms are 1. All other parameters are drawn from Normal(0, 0.02). The standard deviation of
-        the two projections of a block that write into the residual stream is divided by
-        sqrt(2 * n_layers), because the stream is a sum of 2 * n_layers such writes. Values are
-        drawn on the CPU in fp32, so that they are identical for every device and dtype.
+        The values depend only on the seed that the constructor drew, the name and the shape. They
+        are drawn on the CPU in fp32, so that they are identical for every device and, up to
+        rounding, for every dtype. Biases are 0 and scales of norms are 1. All other parameters are
+        drawn from Normal(0, 0.02), the two projections of a block that write into the residual
+        stream with a standard deviation that is divided by sqrt(2 * n_layers).
 
         Args:
             name: Name of the parameter in the full net, such as `blocks.0.mlp.up_proj.weight`.
@@ -178,8 +182,8 @@ class Decoder(nn.Module):
             if module == "head" and self.tie_head:
                 name = "token_embedding.weight"
             writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
-            std = INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else INIT_STD
-            generator = torch.Generator().manual_seed(stable_hash(self.init_seed, name))
+            std = _INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else _INIT_STD
+            generator = torch.Generator().manual_seed(_stable_hash(self._init_seed, name))
             normal = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
             tensor.copy_(normal.normal_(0.0, std, generator=generator))
 
@@ -197,9 +201,17 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, T, D) -> (B, T, D), of modules and a dropout probability.
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D).
 
-    `attention` is called with x, a `LayerCache` or None, and a `SequenceLayout` or None.
+    It computes x = x + drop(attention(norm_1(x))), and then x + drop(mlp(norm_2(x))).
+
+    Args:
+        norm_1: Norm before the attention.
+        attention: Module that is called with x, a `LayerCache` or None, and a `SequenceLayout` or
+            None.
+        norm_2: Norm before the MLP.
+        mlp: Module that is called with x.
+        dropout: Dropout probability of the outputs of attention and MLP.
     """
 
     def __init__(
@@ -226,12 +238,12 @@ class Block(nn.Module):
 
 
 def make_embedding(n: int, d_model: int) -> nn.Embedding:
-    """Return a trainable embedding without initial values, on the default device."""
+    """Return a trainable embedding (n, d_model) without initial values, on the default device."""
     # nn.Embedding() draws random values, which imports torch's compiler (2 s) on the meta device.
     return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
 
 
-def stable_hash(seed: int, name: str) -> int:
+def _stable_hash(seed: int, name: str) -> int:
     """Return a signed 64-bit hash of a seed and a name that is identical in every process."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

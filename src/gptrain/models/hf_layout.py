@@ -14,12 +14,12 @@ from torch import Tensor
 from gptrain.models.decoder import Decoder
 
 LLAMA3_CONTEXT = 8192  # context length of Llama 3, which the RoPE scaling of 3.1 and 3.2 extends
-QWEN3_D_HEAD = 128  # width of a head if a Qwen3 config does not name it
+_QWEN3_D_HEAD = 128  # width of a head if a Qwen3 config does not name it
 Config: TypeAlias = Mapping[str, Any]  # content of a config.json
 Tensors: TypeAlias = Mapping[str, Tensor]
-Table: TypeAlias = dict[str, list[str]]
+_Table: TypeAlias = dict[str, list[str]]
 # Layer of transformers -> layers of gptrain, concatenated along the outputs. * is a block's index.
-GPT2: Table = {
+_GPT2: _Table = {
     "transformer.wte": ["token_embedding"],
     "transformer.wpe": ["position_embedding"],
     "transformer.h.*.ln_1": ["blocks.*.norm_1"],
@@ -31,7 +31,7 @@ GPT2: Table = {
     "transformer.ln_f": ["norm"],
     "lm_head": ["head"],
 }
-LLAMA: Table = {
+_LLAMA: _Table = {
     "model.embed_tokens": ["token_embedding"],
     "model.layers.*.input_layernorm": ["blocks.*.norm_1"],
     "model.layers.*.post_attention_layernorm": ["blocks.*.norm_2"],
@@ -62,21 +62,29 @@ _FIXED_LLAMA = {
 def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the GPT2LMHeadModel that computes the same as a SimpleGPT.
 
-    The tensors share memory with the net, but the joined q, k and v are copies. The tied head is
-    left out.
+    Both are by the names of transformers. The tensors share memory with the net, but the joined
+    q, k and v are copies. The tied head is left out.
     """
     config = _gpt2_config(net) | {"n_positions": net.max_seq_len, **_NO_IDS}
     config["architectures"] = ["GPT2LMHeadModel"]
     dropout = net.get_submodule("dropout").p
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return config, _to_layout(net, GPT2)
+    return config, _to_layout(net, _GPT2)
 
 
 def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
-    """Return a state dict for a SimpleGPT from the config.json and the tensors of GPT2LMHeadModel.
+    """Return a state dict for a SimpleGPT from the weights of a GPT2LMHeadModel or GPT2Model.
 
     The result has views of `tensors`. Unknown tensors keep their names and missing ones are
-    missing, so that the caller can report both. A `config` of another net is a ValueError.
+    missing, so that the caller can report both.
+
+    Args:
+        net: SimpleGPT, whose sizes are compared. It is not changed.
+        config: Content of the config.json.
+        tensors: Tensors by the names of transformers.
+
+    Raises:
+        ValueError: If the config is that of another net. The number of positions is not compared.
     """
     completed = {**_FIXED_GPT2, "activation_function": "gelu_new", **config}
     if completed["n_inner"] == 4 * net.d_model:
@@ -84,13 +92,14 @@ def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tenso
     if completed["activation_function"] == "gelu_pytorch_tanh":
         completed["activation_function"] = "gelu_new"
     _check_same(completed, _gpt2_config(net))
-    return _from_layout(net, GPT2, tensors)
+    return _from_layout(net, _GPT2, tensors)
 
 
 def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the transformers model that computes the same as a Llama.
 
-    The tensors share memory with the net. A tied head is left out.
+    Both are by the names of transformers: of Qwen3ForCausalLM with `qk_norm`, else of
+    LlamaForCausalLM. The tensors share memory with the net. A tied head is left out.
     """
     config: dict[str, Any] = _llama_config(net)
     config |= {"max_position_embeddings": net.max_seq_len, **_NO_IDS}
@@ -99,24 +108,24 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = rope if net.rope_scaling != 1 else None
-    return config, _to_layout(net, LLAMA)
+    return config, _to_layout(net, _LLAMA)
 
 
 def from_llama(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
-    """Return a state dict for a Llama from a LlamaForCausalLM or a Qwen3ForCausalLM.
+    """Return a state dict for a Llama from the weights of a LlamaForCausalLM or Qwen3ForCausalLM.
 
-    The result, unknown tensors and the errors are as with `from_gpt2`.
+    Arguments, result and errors are those of `from_gpt2`, with a Llama as the net.
     """
     defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, **_FIXED_LLAMA}
     completed = {**defaults, **config}
-    d_head = QWEN3_D_HEAD if config.get("model_type") == "qwen3" else None
+    d_head = _QWEN3_D_HEAD if config.get("model_type") == "qwen3" else None
     completed["head_dim"] = config.get("head_dim", d_head) or net.d_model // net.n_heads
     completed["num_key_value_heads"] = completed.get("num_key_value_heads") or net.n_heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **rope}
     completed["rope_parameters"] = {key: rope[key] for key in rope if key != "type"}
     _check_same(completed, _llama_config(net))
-    return _from_layout(net, LLAMA, tensors)
+    return _from_layout(net, _LLAMA, tensors)
 
 
 def _gpt2_config(net: Decoder) -> dict[str, Any]:
@@ -166,7 +175,7 @@ def _check_same(config: Config, expected: Config) -> None:
         raise ValueError("; ".join(differences))
 
 
-def _to_layout(net: Decoder, table: Table) -> dict[str, Tensor]:
+def _to_layout(net: Decoder, table: _Table) -> dict[str, Tensor]:
     """Return the tensors of a net by the names of transformers. A tied head is left out."""
     state = net.state_dict()
     if net.tie_head:
@@ -179,7 +188,7 @@ def _to_layout(net: Decoder, table: Table) -> dict[str, Tensor]:
     return tensors
 
 
-def _from_layout(net: Decoder, table: Table, tensors: Tensors) -> dict[str, Tensor]:
+def _from_layout(net: Decoder, table: _Table, tensors: Tensors) -> dict[str, Tensor]:
     """Return a state dict of a net from tensors by the names of transformers."""
     names, state = _names(net, table), {}
     for name, tensor in tensors.items():
@@ -193,7 +202,7 @@ def _from_layout(net: Decoder, table: Table, tensors: Tensors) -> dict[str, Tens
     return state
 
 
-def _names(net: Decoder, table: Table) -> dict[str, list[str]]:
+def _names(net: Decoder, table: _Table) -> dict[str, list[str]]:
     """Return the name of each tensor in transformers -> the names of its parts in the net."""
     return {
         f"{layer}.{kind}".replace("*", str(block)): [

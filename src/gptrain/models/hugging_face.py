@@ -30,10 +30,12 @@ class HuggingFace(nn.Module):
         path: Folder with a config.json.
 
     Attributes:
+        model: Model of transformers.
+        vocab_size: Number of token ids.
         blocks: Longest nn.ModuleList of the model whose layers have one class. Missing if there is
             no such list.
-        max_seq_len: Number of learned positions. Missing if the model has no such table: it then
-            computes any number of positions.
+        max_seq_len: Number of learned positions. Missing, or None, if the model has no such table:
+            it then computes any number of positions.
         head: Output embedding of the model. Missing if it is no linear layer. Some models scale or
             bound the logits of `head(hidden(tokens))`, which no key of the config shows: a run
             compares the logits with those of `forward` before the first step.
@@ -80,15 +82,15 @@ class HuggingFace(nn.Module):
         return self.model(input_ids=tokens, use_cache=False).logits
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states (B, T, D) of the decoder, after its final norm."""
+        """Compute the hidden states (B, T, D) of tokens (B, T), after the decoder's final norm."""
         return self.model.get_decoder()(input_ids=tokens, use_cache=False)[0]  # (B, T, D)
 
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the model's config and its tensors; a tied tensor has the first of its names.
+        """Return the model's config and its tensors by the names of transformers.
 
-        The tensors are those of the model, not copies. The id of a special token that is outside
-        the vocabulary becomes None: it is a default of transformers for its own tokenizer, such as
-        50256 for GPT-2.
+        The tensors are those of the model, not copies. A tied tensor has the first of its names
+        only. The id of a special token that is not below `vocab_size` becomes None: it is a default
+        of transformers for its own tokenizer.
         """
         config = self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -103,9 +105,9 @@ class HuggingFace(nn.Module):
     ) -> dict[str, Tensor]:
         """Return a state dict for this net from the tensors of a model of the same type.
 
-        The state dict holds the given tensors, not copies. A tensor with an unknown name is in it,
-        too, unless transformers ignores that name, and a missing tensor is missing, so that the
-        caller can report both.
+        The state dict holds the given tensors, not copies. It also has tensors with unknown names,
+        except those that transformers ignores, and lacks missing tensors, so that the caller can
+        report both. The net is not changed.
 
         Args:
             config: Content of the folder's config.json. Only `model_type` is compared.
@@ -135,7 +137,11 @@ class HuggingFace(nn.Module):
 
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
-    """Return the keys of `path`/config.json, or of `config` if in both, without code and dtype."""
+    """Return the keys of `path`/config.json and of `config`, which wins, nested as they are.
+
+    Keys that name code to download, and those of the weights' dtype, are left out. None for an
+    argument stands for no keys. Raises an OSError or a ValueError if the file cannot be read.
+    """
     content = {}
     if path is not None:
         content = json.loads((Path(path).expanduser() / "config.json").read_text())

@@ -44,8 +44,7 @@ class Llama(Decoder):
         tie_head: True if head and token embedding share one parameter.
         d_head: Width of a head, an even number. None for `d_model / n_heads`.
 
-    Attributes:
-        d_head: Width of a head.
+    The arguments are attributes of the same names. The attribute `d_head` is never None.
 
     Raises:
         ValueError: If `d_head` is None and `n_heads` does not divide `d_model`.
@@ -73,14 +72,14 @@ class Llama(Decoder):
         self.qk_norm = qk_norm
         norm = partial(RMSNorm, d_model, norm_eps)
         self.build(
-            lambda: Block(norm(), RotaryAttention(self), norm(), SwiGLU(d_model, d_ff)), norm
+            lambda: Block(norm(), _RotaryAttention(self), norm(), _SwiGLU(d_model, d_ff)), norm
         )
 
     to_hugging_face = hf_layout.to_llama
     from_hugging_face = hf_layout.from_llama
 
 
-class RotaryAttention(CausalSelfAttention):
+class _RotaryAttention(CausalSelfAttention):
     """Causal self-attention with rotary position embeddings (RoPE) of q and k."""
 
     def __init__(self, net: Llama):
@@ -106,12 +105,12 @@ class RotaryAttention(CausalSelfAttention):
         dtype = torch.promote_types(input_dtype, torch.float32)
         if positions is None:
             positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)
-        cos, sin = self.angles(positions.to(dtype))
+        cos, sin = self._angles(positions.to(dtype))
         half = self.d_head // 2
         q, k = (torch.addcmul(x * cos, x.roll(half, -1), sin).to(input_dtype) for x in (q, k))
         return q, k
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines, each (..., T, 1, d_head), for positions (..., T).
 
         Values i of a head's two halves, a and b, become a cos - b sin and b cos + a sin.
@@ -130,7 +129,7 @@ class RotaryAttention(CausalSelfAttention):
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-class SwiGLU(nn.Module):
+class _SwiGLU(nn.Module):
     """MLP with a gate: down(silu(gate(x)) * up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, d_model: int, d_ff: int):

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    The result has the dtype of the weight, also under autocast.
+    The arguments are those of `torch.nn.RMSNorm`; `eps` must be given. The result has the dtype of
+    the weight, also under autocast.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x (..., D)."""
+        """Normalize x, (..., D) -> (..., D)."""
         # Under autocast x may be bf16 and the weight fp32, for which PyTorch has no kernel.
         x = x.to(self.weight.dtype)
         if x.is_cpu and x.dtype == torch.float32:

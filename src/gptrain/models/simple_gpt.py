@@ -18,7 +18,7 @@ from gptrain.models import hf_layout
 from gptrain.models.attention import CausalSelfAttention, SequenceLayout
 from gptrain.models.decoder import Block, Decoder, make_embedding
 
-GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # GPT-2 was trained with gelu_tanh
+_GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # GPT-2 was trained with gelu_tanh
 
 
 class SimpleGPT(Decoder):
@@ -59,7 +59,7 @@ class SimpleGPT(Decoder):
         self.dropout = nn.Dropout(dropout)
         norm = partial(nn.LayerNorm, d_model)
         attention = partial(CausalSelfAttention, d_model, n_heads, n_heads, True, dropout)
-        mlp = partial(MLP, d_model, activation)
+        mlp = partial(_MLP, d_model, activation)
         self.build(lambda: Block(norm(), attention(), norm(), mlp(), dropout), norm)
 
     def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:
@@ -78,13 +78,13 @@ class SimpleGPT(Decoder):
     from_hugging_face = hf_layout.from_gpt2
 
 
-class MLP(nn.Module):
+class _MLP(nn.Module):
     """MLP with a hidden layer of width 4 * d_model. The activations are those of `SimpleGPT`."""
 
     def __init__(self, d_model: int, activation: str):
         super().__init__()
         self.up_proj = nn.Linear(d_model, 4 * d_model)
-        self.activation = nn.GELU(approximate=GELU_APPROXIMATION[activation])
+        self.activation = nn.GELU(approximate=_GELU_APPROXIMATION[activation])
         self.down_proj = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor) -> Tensor:

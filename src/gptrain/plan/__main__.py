@@ -39,15 +39,15 @@ from gptrain.runs.table import align_columns, format_cell
 from gptrain.runtime.process import count_devices, count_nodes
 
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
 # Columns of the two tables: titles and keys of a row. A row includes `bytes_per_device`.
-MEMORY = {part: part for part in PARTS} | {"fits": "fits", "largest batch": "largest_batch_size"}
-STEP = {"GiB sent": "wire_bytes_per_step", "traffic s": "communication_s", "seconds": "step_s",
+_MEMORY = {part: part for part in _PARTS} | {"fits": "fits", "largest batch": "largest_batch_size"}
+_STEP = {"GiB sent": "wire_bytes_per_step", "traffic s": "communication_s", "seconds": "step_s",
         "tokens/s": "tokens_per_s", "MFU": "mfu", "scaling": "scaling_efficiency",
         "hours": "hours"}  # fmt: skip
 
 
-class Hardware(Section):
+class _Hardware(Section):
     """Options of the group `hardware`. None stands for this machine, or the device's own link."""
 
     name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
@@ -59,22 +59,28 @@ class PlanRun(RunConfig):
     """Keys of the command `gptrain.plan`: those of a run, `hardware`, and the file `topology`."""
 
     runs_here = False
-    hardware: Hardware
+    hardware: _Hardware
     topology: str | None
 
 
 def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
-    """Return the machine that `hardware.name` names, or this one, and its `topology`, if known.
+    """Return the machine that `hardware.name` names, or this one, and facts about its links.
 
-    GPUs of this machine that are not in `gptrain.costs.hardware` are not planned, but its CPU. The
-    topology has `islands` and `slowest_ring_link` of `gptrain.costs.topology`. A ConfigError if it
-    cannot be read, or if the devices of another machine are "auto".
+    If this machine has no GPU of the table in `gptrain.costs.hardware`, its CPU is planned.
+
+    Returns:
+        The machine, and {"topology": {"islands", "slowest_ring_link"}}, from the functions of
+        `gptrain.costs.topology`. {} if the links are not known.
+
+    Raises:
+        ConfigError: If the topology cannot be read, or if `trainer.devices` of another machine is
+            "auto".
     """
     hardware, source = cfg.hardware, cfg.topology
     name, gpus, text = hardware.name, [], ""
     if not name and cfg.trainer.accelerator != "cpu":
-        gpus = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
-        text = nvidia_smi("topo", "-m")
+        gpus = _nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+        text = _nvidia_smi("topo", "-m")
         name = device_of(gpus[0]) if gpus else None
     n_local = count_devices(cfg.trainer.devices) or len(gpus)
     if not name:
@@ -97,7 +103,7 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
     return machine, {"topology": topology} if links else {}
 
 
-def nvidia_smi(*arguments: str) -> str:
+def _nvidia_smi(*arguments: str) -> str:
     """Run nvidia-smi and return its output, or "" if it is missing or fails."""
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.check_output(["nvidia-smi", *arguments], text=True)
@@ -112,15 +118,11 @@ def main() -> None:
     flags = {"--json", "--doctor"} & set(sys.argv)
     words = [re.sub("^hardware=", "hardware.name=", word) for word in sys.argv[1:]]
     sys.argv[1:] = words = [word for word in words if word not in flags]
-    config.main(lambda cfg: plan(cfg, words, flags), PlanRun, DEFAULTS, usage=__doc__)
+    config.main(lambda cfg: _plan(cfg, words, flags), PlanRun, DEFAULTS, usage=__doc__)
 
 
-def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
-    """Print the plan of a run, or with the flag `--doctor` the faults of this machine.
-
-    `--json` prints the plan as JSON. The typed `words` become part of the command that it proposes.
-    Raises the ConfigError of `find_machine`, or one about a net of the user that cannot be built.
-    """
+def _plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
+    """Print the plan of a run, or with the flag `--doctor` the faults of this machine."""
     trainer = cfg.trainer
     if "--doctor" in flags:
         return print(*doctor(count_devices(trainer.devices), trainer.accelerator), sep="\n")
@@ -137,18 +139,16 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     for row in result["strategies"].values():
         if cfg.max_tokens and row.get("tokens_per_s"):
             row["hours"] = cfg.max_tokens / row["tokens_per_s"] / 3600
-    result["command"] = result["changes"] and train_command(words, result["changes"])
+    result["command"] = result["changes"] and _train_command(words, result["changes"])
     facts = {"name": machine.name, "source": machine.source}
     result |= {"machine": facts | {"memory_bytes": round(machine.memory_bytes)}} | topology
     print(json.dumps(result, indent=1) if "--json" in flags else "\n".join(plan_lines(result)))
 
 
-def train_command(typed: list[str], changes: dict[str, Any]) -> str:
-    """Return the command that trains with the typed overrides and with changed keys.
-
-    Typed options of the strategy, `strategy.<key>=...`, are kept only if the user also typed
-    `strategy=` with the new strategy, because they may belong to another one.
-    """
+def _train_command(typed: list[str], changes: dict[str, Any]) -> str:
+    """Return the command that trains with the typed overrides and with changed keys."""
+    # Options of the strategy, `strategy.<key>=...`, may belong to another one. They are kept only
+    # if the user also typed `strategy=` with the new strategy.
     options = () if f"strategy={changes['strategy']}" in typed else ("strategy.",)
     dropped = ("hardware", "topology", *options, *(f"{key}=" for key in changes))
     kept = (word for word in typed if not word.lstrip("+").startswith(dropped))
@@ -156,15 +156,18 @@ def train_command(typed: list[str], changes: dict[str, Any]) -> str:
 
 
 def plan_lines(result: dict[str, Any]) -> list[str]:
-    """Return the printed lines of a plan: memory and time of each strategy, and the best."""
+    """Return the printed lines of a plan: memory and time of each strategy, and the best.
+
+    `result` has the keys of `--json`, which the README of this package lists.
+    """
     machine, rows = result["machine"], result["strategies"]
     head = f"{result['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"
     lines = [f"{head} ({machine['source']}; {machine['memory_bytes'] / 2**30:.1f} GiB for tensors)"]
-    for title, columns in ("GiB of a device", MEMORY), ("a step", STEP):
+    for title, columns in ("GiB of a device", _MEMORY), ("a step", _STEP):
         table = [[title, *columns]]
         for name, row in rows.items():
             row = row | row["bytes_per_device"]
-            row |= {k: row[k] / 2**30 for k in (*PARTS, "wire_bytes_per_step") if k in row}
+            row |= {k: row[k] / 2**30 for k in (*_PARTS, "wire_bytes_per_step") if k in row}
             row["fits"] = {True: "yes", False: "no", None: "not known"}[row["fits"]]
             table.append([name, *map(format_cell, map(row.get, columns.values()))])
         lines.append(align_columns(table))

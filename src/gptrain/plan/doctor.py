@@ -21,11 +21,11 @@ SLOW = {
 def doctor(n_local: int | None, accelerator: str) -> Iterator[str]:
     """Check this machine for faults that would stop a run or make it slow. Nothing is changed.
 
-    Yields a line with a fix for each fault, and a last line that lists what was checked.
+    Yields one line for each fault, with its fix, and a last line that lists what was checked.
 
     Args:
         n_local: Number of ranks on this machine. None for one per visible GPU, or one on a CPU.
-        accelerator: Value of `trainer.accelerator`.
+        accelerator: Value of `trainer.accelerator`. "auto" means GPUs if torch sees any.
     """
     from torch.cuda import device_count  # imported late: a plan needs no torch
 

@@ -16,11 +16,20 @@ from gptrain.parallel.placement import build_on_meta_device
 
 
 def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, Any]:
-    """Return a plan like that of `gptrain.costs.choice.compare` of what is known without a step.
+    """Return the plan of a net without formulas, in the form of `gptrain.costs.choice.compare`.
 
-    The bytes of weights, gradients and optimizer states are exact, for the strategies that divide
-    no layer. `fits` is False if the states alone do not fit, else None. `best` and
-    `changes` are None. A ConfigError if the net cannot be built.
+    The strategies are `single`, and on several devices `ddp`, and `fsdp` if the net has `blocks`.
+    Their entries have `bytes_per_device`, with the exact bytes of weights, gradients and optimizer
+    states, and `fits`, which is False if these alone do not fit, else None. `best` and `changes`
+    are None.
+
+    Args:
+        cfg: Configuration of the run, with a precision other than "auto".
+        machine: Node on which the run trains.
+        n_nodes: Number of nodes.
+
+    Raises:
+        ConfigError: If the net cannot be built.
     """
     with as_config_errors(cfg, "model._target_"):
         net = build_on_meta_device(partial(build_net, cfg.model))

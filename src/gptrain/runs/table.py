@@ -24,11 +24,11 @@ from gptrain.core.small_files import flatten, read_facts, read_values
 
 # Errors that a file of another form than gptrain's may cause while it is read.
 MALFORMED_FILE_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
-OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
+_OVERRIDES, _CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics after the objective
 # Endings of keys that hold a location: equal runs may have different ones.
-LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path")
-CELL = 32  # maximum width of a value, in characters; the column `ended` is not cut
+_LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path")
+_CELL = 32  # maximum width of a value, in characters; the column `ended` is not cut
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class RunRecord:
     Attributes:
         path: Folder of the run.
         overrides: Overrides as they were typed.
-        metrics: Final metrics that are finite, or those of the newest checkpoint if it is not done.
-            Empty if there are none.
-        times: `steps`, `seconds`, `goodput` and the seconds of each phase, such as `steps_s`, as
-            far as they are known.
+        metrics: Logged name -> value, the final one, or that of the newest checkpoint if the run is
+            not done. Values that are not finite are missing.
+        times: `steps`, `seconds`, `goodput` and the seconds of each phase, such as `steps_s`.
+            Values that are not known are missing.
         is_done: True if the run reached its own end.
-        ended: Reason of the end, such as "done", "running" or "lost". `detail` explains it.
+        ended: Reason of the end, such as "steps done", "running" or "lost".
+        detail: Explanation of the end, or an empty string.
     """
 
     path: Path
@@ -56,9 +57,13 @@ class RunRecord:
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Return the runs at or below each folder, each once. Warn on stderr of one that is damaged."""
+    """Return the runs at or below each folder, each once, sorted by path within a folder.
+
+    A folder of a run has `.hydra/overrides.yaml`. A run that cannot be read is left out, with a
+    warning on stderr.
+    """
     runs = []
-    files = (file for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
+    files = (file for folder in folders for file in sorted(folder.rglob(_OVERRIDES)))
     for path in dict.fromkeys(file.parents[1] for file in files):
         try:
             runs.append(read_run(path))
@@ -68,8 +73,11 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return the record of the run in a folder, or raise one of MALFORMED_FILE_ERRORS."""
-    overrides = [str(word) for word in read_values(folder / OVERRIDES)]
+    """Return the record of the run in a folder.
+
+    Raises one of MALFORMED_FILE_ERRORS if there is no run or one of its files is damaged.
+    """
+    overrides = [str(word) for word in read_values(folder / _OVERRIDES)]
     result = read_values(folder / RESULT_NAME) if (folder / RESULT_NAME).exists() else {}
     status, is_running = read_status(folder) or {}, is_held(folder)
     is_done = bool(status or result) and status.get("exit_code", DONE) == DONE and not is_running
@@ -82,14 +90,14 @@ def read_run(folder: Path) -> RunRecord:
             facts = read_manifest(newest) if newest else status
         ended = "running" if is_running else status.get("cause", "lost")
         detail = str(status.get("message", "")).removeprefix("error: ")
-    metrics = finite(facts.get("metrics", {}))
+    metrics = _finite(facts.get("metrics", {}))
     metrics.pop("step", None)  # Lightning adds it to the metrics of a checkpoint
     times = {"steps": facts.get("steps", facts.get("step")), "seconds": facts.get("seconds")}
-    times = finite(times | measure(read_rows(folder / TIMELINE_NAME)))
+    times = _finite(times | measure(read_rows(folder / TIMELINE_NAME)))
     return RunRecord(folder, overrides, metrics, times, is_done, str(ended), str(detail))
 
 
-def finite(values: dict[str, Any]) -> dict[str, float]:
+def _finite(values: dict[str, Any]) -> dict[str, float]:
     """Return the entries that are finite numbers."""
     return {k: v for k, v in values.items() if type(v) in (int, float) and math.isfinite(v)}
 
@@ -100,10 +108,11 @@ def finite(values: dict[str, Any]) -> dict[str, float]:
 def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
     """Return the name of the objective, and the runs sorted by it, the best first.
 
-    The last run in `runs` whose config can be read determines the objective and its direction;
-    without one it is the smallest val/loss. Runs without the metric come last.
+    The last run in `runs` whose config can be read determines the objective, and by
+    `checkpoint.mode` whether the smallest or the largest value is the best. Without one it is the
+    smallest val/loss. Runs without the metric come last.
     """
-    configs = (flatten(read_facts(run.path / CONFIG)) for run in reversed(runs))
+    configs = (flatten(read_facts(run.path / _CONFIG)) for run in reversed(runs))
     config = next(filter(None, configs), {})
     metric = str(config.get("objective", "val/loss"))
     sign = -1 if config.get("checkpoint.mode") == "max" else 1
@@ -111,14 +120,14 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
 
 
 def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
-    """Return the table of some runs: a row of column names, then one row per run.
+    """Return the table of one or more runs: a row of column names, then one row per run.
 
-    The columns are the name, the overrides in which the runs differ except locations, the metrics,
-    steps, seconds, goodput and the times that are not negligible, and the end. A value that is not
-    known is None.
+    The columns are the folder below the common one, the overrides in which the runs differ except
+    locations, `metrics`, those of `RunRecord.times` that are at least 0.05 in some run, and the
+    end. A value that is not known is None.
     """
     typed = [by_key(run.overrides) for run in runs]
-    keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(LOCATION_KEYS))
+    keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(_LOCATION_KEYS))
     keys = [key for key in keys if len({one.get(key) for one in typed}) > 1]
     names = dict.fromkeys(("steps", "seconds", *(name for run in runs for name in run.times)))
     times = [name for name in names if any(run.times.get(name, 0) >= 0.05 for run in runs)]
@@ -133,9 +142,9 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
 
 
 def text_table(runs: Sequence[RunRecord], metric: str) -> str:
-    """Return the table for a terminal. `metric` is the objective.
+    """Return `table` of one or more runs as text, with the objective `metric` as first metric.
 
-    The metrics are the objective, the losses and the speed, as far as any of the runs has them.
+    The other metrics are those in SHOWN. Metrics that no run has are left out.
     """
     candidates = dict.fromkeys((metric, *SHOWN))
     rows = table(runs, [name for name in candidates if any(name in run.metrics for run in runs)])
@@ -143,18 +152,19 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of equally many texts as lines, with columns of equal width, two spaces apart."""
+    """Return rows of equally many texts as one text, a line per row, in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def format_cell(value: Any) -> str:
-    """Return the text of a value for a table. Texts are cut at CELL characters, None gives "".
+    """Return the text of a value for a table. None gives "".
 
-    Integers, and numbers from 1000 on, have grouped thousands and no decimals. Other numbers have
-    five significant digits. A number must not be NaN.
+    Numbers of a whole value, and those whose absolute value is 1000 or more, have grouped thousands
+    and no decimals. Other numbers have five significant digits. A number must be finite. Any other
+    value is its `str` in at most 32 characters.
     """
     if type(value) not in (int, float):
-        return printable("" if value is None else value)[:CELL]
+        return printable("" if value is None else value)[:_CELL]
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.5g}"

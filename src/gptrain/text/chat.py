@@ -20,7 +20,7 @@ CHATML = """\
 {% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] \
 + '<|im_end|>' + '\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-IM_END = "<|im_end|>"
+_IM_END = "<|im_end|>"
 
 
 class EncodedChat(NamedTuple):
@@ -37,14 +37,14 @@ class EncodedChat(NamedTuple):
 
 
 class ChatFormat:
-    """Renders conversations with the chat template of a tokenizer and encodes them.
+    """Renders conversations with a chat template and encodes them with a tokenizer.
 
     The tokens are those that transformers' `apply_chat_template` makes. As there, the name of a
     control token in the text of a message becomes that token.
 
     Args:
         tokenizer: Tokenizer of the net.
-        template: Jinja template. None takes that of the tokenizer, or ChatML if it has none, with
+        template: Jinja template. None takes that of the tokenizer, or if it has none ChatML, with
             the tokenizer's end token in place of `<|im_end|>` if the vocabulary lacks that.
 
     Attributes:
@@ -58,32 +58,33 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None):
         self.tokenizer = tokenizer
-        end = tokenizer.end_token if tokenizer.token_to_id(IM_END) is None else IM_END
-        self.template = template or tokenizer.chat_template or CHATML.replace(IM_END, end or "")
+        end = tokenizer.end_token if tokenizer.token_to_id(_IM_END) is None else _IM_END
+        self.template = template or tokenizer.chat_template or CHATML.replace(_IM_END, end or "")
         self._template = _compile(self.template)
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         tokens, is_target = self.encode(talk)
         self.end_id = int(tokens[is_target][-1])
         if self.end_id not in tokenizer.core.get_added_tokens_decoder():
             message = "the chat template writes no control token at the end of an answer"
-            hint = f"a tokenizer with a special token {IM_END}, or an eos_token in its config"
+            hint = f"a tokenizer with a special token {_IM_END}, or an eos_token in its config"
             raise DataError(f"{message}; try: {hint}")
 
     def encode(self, messages: Messages) -> EncodedChat:
-        """Return the tokens of a conversation.
+        """Return the tokens of a conversation, and which of them the assistant writes.
 
-        The conversation is also rendered up to each answer, and through it: the assistant writes
-        what the second text adds to the first.
+        Args:
+            messages: Messages with the keys `role` and `content`, the oldest first.
 
         Raises:
             DataError: If the template refuses the messages, or if it renders an earlier message in
-                another way when others follow. A net that learned the whole text would then read
-                another text when it answers.
+                another way when others follow.
         """
         text = self._render(messages, False)
         tokens, starts = self.tokenizer.encode_special(text)  # (N,) each
         following = np.append(starts[1:], len(text))
         is_target = np.zeros(len(tokens), dtype=bool)
+        # The assistant writes what the text through a message adds to the text in front of it. If
+        # a later message rewrote earlier ones, the net would learn a text that it never reads.
         for number, message in enumerate(messages):
             if message.get("role") == "assistant":
                 before = self._render(messages[:number], True)
@@ -96,9 +97,10 @@ class ChatFormat:
         return EncodedChat(tokens, is_target)
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Return the tokens after which the assistant writes its next message.
+        """Return the tokens of a conversation after which the assistant writes its next message.
 
-        Raises a DataError if the template refuses the messages.
+        They end with the template's beginning of an answer. Raises a DataError if the template
+        refuses the messages.
         """
         return self.tokenizer.encode(self._render(messages, True), special=True).tolist()
 

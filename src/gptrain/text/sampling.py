@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # All kernels of attention but cuDNN, which makes a plan for each length of the text: 0.4 s per
 # token on a B200 (github.com/modelscope/FunASR/issues/3704).
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class Sampling:
     A token is drawn only if it passes `top_k` and `top_p`, which apply after the temperature.
 
     Attributes:
-        temperature: Divisor of the logits. At 0 the most probable token is taken.
-        top_k: Number of the most probable tokens that may be drawn. None sets no limit.
-        top_p: Total probability of those that may be drawn: the smallest set that reaches it
-            (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751). None sets no limit.
+        temperature: Divisor of the logits, not negative. At 0 the most probable token is taken.
+        top_k: Number of the most probable tokens that may be drawn, at least 1. None sets no limit.
+        top_p: Probability above 0. Only tokens of the smallest set of most probable tokens that
+            together reach it may be drawn (nucleus sampling, Holtzman et al. 2020,
+            arXiv:1904.09751). None sets no limit.
     """
 
     temperature: float = 1.0
@@ -33,13 +34,10 @@ class Sampling:
     top_p: float | None = None
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Turn logits into the probabilities from which the next token is drawn.
+        """Turn logits (B, V) into the weights (B, V) with which the next token is drawn.
 
-        Args:
-            logits: Logits, (B, V).
-
-        Returns:
-            Probabilities (B, V). The sum of a row may be less than 1, as torch.multinomial allows.
+        The weights are probabilities in fp32, and 0 for tokens that may not be drawn. The sum of a
+        row may therefore be less than 1, as torch.multinomial allows.
         """
         logits = logits.float()
         if self.temperature == 0:
@@ -63,9 +61,9 @@ def generate(
 ) -> Iterator[int]:  # fmt: skip
     """Draw tokens that follow a prompt, and yield each as soon as it is drawn.
 
-    The net reads the last `max_seq_len` tokens, or all if it has no such attribute. It is in
-    evaluation mode until the iterator ends, and then in its former mode again. If ranks hold parts
-    of the net, all must iterate, with equal generators.
+    The net reads the last `max_seq_len` tokens, or all if it has no such attribute. The first
+    `next` puts it into evaluation mode, and the end of the iterator into its former mode again. If
+    ranks hold parts of the net, all must iterate, with equal generators.
 
     Args:
         net: Net with the contract of `gptrain.models`.
@@ -85,7 +83,7 @@ def generate(
     try:
         for length in range(len(prompt), len(prompt) + n_tokens):
             uses_cache = kv_cache is not None and length <= limit
-            with sdpa_kernel(KERNELS):
+            with sdpa_kernel(_KERNELS):
                 logits = net(new, kv_cache) if uses_cache else net(tokens[:, -limit:])
             new = torch.multinomial(sampling.weights(logits[:, -1]), 1, generator=generator)
             if int(new) in stop_ids:

@@ -20,8 +20,8 @@ class Score:
     The first token is not scored, because no token comes before it.
 
     Attributes:
-        log_probs: Natural logarithms of the probabilities of the tokens, (N - 1,) float32 on the
-            CPU.
+        log_probs: Natural logarithm of the probability of each token but the first, (N - 1,)
+            float32 on the CPU, for a text of N tokens. Empty for N < 2.
         n_bytes: Number of bytes of the text in UTF-8, without those of the first token.
     """
 
@@ -40,7 +40,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Cross entropy in bits per byte of text, comparable across tokenizers. May be NaN."""
+        """Cross entropy in bits per byte of text. NaN if `n_bytes` is 0."""
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else math.nan
 
 
@@ -61,8 +61,9 @@ def score(
         tokenizer: Tokenizer of the net, as `gptrain.load(..., with_tokenizer=True)` returns it.
         texts: Texts to score.
         context: Smallest number of tokens before a scored token in all windows but the first, from
-            1 to T. Defaults to T // 2. The net reads T / (T + 1 - context) times the tokens of a
-            long text. With T each token is scored after as many tokens as the net can read.
+            1 to T. Defaults to T // 2. The net reads about T / (T + 1 - context) times the tokens
+            of a long text. With T each token is scored after as many tokens as the net can read.
+            A net without `max_seq_len` reads each text at once.
 
     Returns:
         One `Score` for each text.

@@ -21,19 +21,19 @@ def generate(
 ) -> list[str]:  # fmt: skip
     """Generate the text that follows each prompt, and return it. This is `gptrain.generate`.
 
-    The net runs on its own device. A continuation ends after `n_tokens`, at one of the tokenizer's
-    `stop_ids` or before a text of `stop`.
+    The net runs on its own device, in evaluation mode, and is in its former mode afterwards. A
+    continuation ends after `n_tokens`, at one of the tokenizer's `stop_ids`, or before the first
+    text of `stop`.
 
     Args:
         net: The net, with the contract of `gptrain.models`.
         tokenizer: The tokenizer that the net was trained with.
         prompts: Texts of at least one token each.
         n_tokens: Number of tokens to generate for each prompt, at most.
-        temperature: Divisor of the logits. At 0 the most probable token is taken.
-        top_k: Number of the most probable tokens that may be drawn. None sets no limit.
-        top_p: Total probability of the most probable tokens that may be drawn (nucleus sampling).
-            None sets no limit.
-        stop: Texts that end a continuation, which ends before the first of them.
+        temperature: As in `Sampling`.
+        top_k: As in `Sampling`.
+        top_p: As in `Sampling`.
+        stop: Texts that end a continuation and are not part of it.
         seed: Seed of one random generator for all prompts. A prompt's continuation therefore
             depends on the prompts before it.
 
@@ -55,9 +55,11 @@ class Writer:
         net: Net with the contract of `gptrain.models`, on its device.
         tokenizer: Tokenizer of the net.
         sampling: Temperature, top_k and top_p.
-        n_tokens, stop, seed: As in `generate`.
+        n_tokens: As in `generate`.
+        stop: As in `generate`.
+        seed: As in `generate`.
         is_chat: True if a prompt is the user's next message of a conversation, which the chat
-            template renders. Prompt and answer are then added to the conversation.
+            template renders.
 
     Raises:
         DataError: If `is_chat`, and `ChatFormat` refuses the template.
@@ -75,6 +77,8 @@ class Writer:
 
     def answer(self, prompt: str) -> Iterator[str]:
         """Yield the text that follows a prompt, in pieces.
+
+        In a chat, the prompt and the complete answer are added to the conversation at the end.
 
         Raises:
             DataError: If the prompt has no token, or if the chat template refuses the conversation.
@@ -97,19 +101,19 @@ class Writer:
         self.messages += [question, {"role": "assistant", "content": text}]
 
     def write(self, prompt: str) -> None:
-        """Print `answer` to a prompt, after the prompt itself unless this is a chat.
+        """Print the `answer` to a prompt, and in front of it the prompt unless this is a chat.
 
-        In a terminal `terminal_text` of them is printed. The errors are those of `answer`.
+        In a terminal their `terminal_text` is printed. The errors are those of `answer`.
         """
         for piece in chain([] if self.format else [prompt], self.answer(prompt)):
             print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         print(flush=True)
 
     def run_interactively(self) -> None:
-        """Print the answer to each line of stdin until its end or Ctrl-D.
+        """Print the answer to each line of stdin until its end (Ctrl-D in a terminal).
 
-        Ctrl-C ends the current answer. A DataError of `answer` is printed to stderr, and the next
-        line is read.
+        Ctrl-C ends the current answer, which does not become part of a conversation. A DataError of
+        `answer` is printed to stderr, and the next line is read.
         """
         mark = "> " if sys.stdin.isatty() else ""
         while True:
@@ -128,8 +132,14 @@ def decode_until(
 ) -> Iterator[str]:
     """Yield the text that tokens add to that of a prompt, in pieces, up to the first stop text.
 
-    A character of several tokens is yielded when its last token is known. As many characters are
-    held back as may be the beginning of a stop text.
+    A character of several tokens is yielded when its last token is known. Characters that may begin
+    a stop text are held back until the text is known. A piece may be empty.
+
+    Args:
+        tokenizer: Tokenizer of the tokens.
+        prompt: Token ids of the prompt, which are decoded with the first tokens.
+        drawn: Token ids that follow the prompt. Iteration stops at a stop text.
+        stop: Texts that end the result and are not part of it.
     """
     tokens = prompt[-8:]  # the text of a token may depend on the tokens before it
     n_before, n_shown, text = len(tokenizer.decode(tokens)), 0, ""
