@@ -246,7 +246,9 @@ def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
 
 
 def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stages) -> None:
-    """Load weights into the net of a new run, in place, and log what was left out. Collective.
+    """Load weights into the net of a new run, in place, and log what was left out.
+
+    All ranks must call this function.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
     initialized. With `init_strict=false` only tensors with the name and shape of the net's are
@@ -254,7 +256,8 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stage
 
     Args:
         cfg: Configuration of the run.
-        source: Value of `init_from`: anything that `find_weights` takes.
+        source: Value of `init_from`: anything that `find_weights` takes. Of a run folder, it is the
+            best checkpoint by `checkpoint.monitor` of `cfg`.
         net: Net as the strategy has partitioned it.
         stages: Stages of the pipeline.
 

@@ -34,6 +34,8 @@ SCHEDULE_KEYS |= {"start_factor", "min_factor"}
 def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
     """Return the class of `cfg.module`, if the strategy can train it.
 
+    `world_size` is the number of ranks, which determines what strategy=auto stands for.
+
     Raises:
         IncompatibleModelError: If the strategy needs a LanguageModel and the class is another one,
             or if the class overrides `loss` and the strategy has a pipeline.

@@ -122,7 +122,7 @@ class MuonConfig(AdamWConfig):
 
 
 class SchedulerConfig(TargetConfig):
-    """Keys of any scheduler group. A schedule gets the keys that are in its signature.
+    """Keys of any scheduler group. A schedule gets those of them that are in its signature.
 
     A phase has a length in steps or in tokens, not both.
     """

@@ -26,7 +26,7 @@ class Step:
 
     Attributes:
         net: Sizes of the net.
-        options: The `strategy` group.
+        options: Options of the strategy.
         dims: Number of ranks along each axis of the device mesh.
         batch_size: Sequences per data rank and micro-step.
         seq_len: Tokens per sequence.
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def n_shards(self) -> int:
-        """Number of ranks that share one copy of weights, gradients and optimizer states."""
+        """Number of FSDP shards of weights, gradients and optimizer states. 1 without FSDP."""
         return self.dims.gradient_ranks // self.dims.replicas if self.sharded else 1
 
     @property
@@ -97,7 +97,7 @@ class Step:
 
     @property
     def d_kv(self) -> int:
-        """Width of a token's keys in attention. Heads are repeated until `context` divides them."""
+        """Width of all key heads, which are repeated until the context ranks divide them."""
         n_ranks = self.dims.context
         return self.net.d_kv * (n_ranks // math.gcd(self.net.n_kv_heads, n_ranks))
 
@@ -147,9 +147,8 @@ def states(step: Step) -> dict[str, float]:
 def memory(step: Step) -> dict[str, float]:
     """Return the bytes of each part of a rank's memory, and in `total` the peak during a step.
 
-    The peak is the maximum over three moments of the last micro-step: the loss, the backward pass
-    of the last block, and that of the first block. The total is at most the sum of the parts,
-    because activations are freed while gradients are allocated.
+    The total is at most the sum of the parts, because activations are freed while gradients are
+    allocated.
 
     Returns:
         {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "total"} in bytes.
@@ -212,7 +211,9 @@ def memory(step: Step) -> dict[str, float]:
 
 
 def activations(step: Step) -> tuple[float, float]:
-    """Return the bytes per token that a block keeps for its backward pass, and that it recomputes.
+    """Return the bytes that a block keeps for its backward pass, and that it recomputes.
+
+    Both are those of one rank, per token of the rank.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """

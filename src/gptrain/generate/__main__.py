@@ -86,11 +86,10 @@ def generate(cfg: GenerateRun) -> None:
         cfg: Configuration of the command.
 
     Raises:
-        ConfigError: If an option is invalid, if `from_run` is damaged (exit code 65),
-            or if it is missing or has no tokenizer (exit code 66).
+        ConfigError: If `from_run` has no tokenizer (exit code 66).
         DataError: If `prompt` has no token, or the chat template is invalid or refuses it. That of
             a prompt from stdin is printed.
-        ModuleNotFoundError: If an optional package that a file of the run needs is missing.
+        Exception: The errors of `load_for_command`.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import load_for_command

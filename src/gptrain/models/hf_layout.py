@@ -75,8 +75,8 @@ def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
     """Return a state dict for a SimpleGPT from the weights of a GPT2LMHeadModel or GPT2Model.
 
-    The result has views of `tensors`. Unknown tensors keep their names and missing ones are
-    missing, so that the caller can report both.
+    The result has views of `tensors`. Constants of old files are left out. Unknown tensors keep
+    their names and missing ones are missing, so that the caller can report both.
 
     Args:
         net: SimpleGPT, whose sizes are compared. It is not changed.

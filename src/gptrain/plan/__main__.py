@@ -66,7 +66,8 @@ class PlanRun(RunConfig):
 def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
     """Return the machine that `hardware.name` names, or this one, and facts about its links.
 
-    If this machine has no GPU of the table in `gptrain.costs.hardware`, its CPU is planned.
+    This machine is its GPUs if the table in `gptrain.costs.hardware` has them and
+    `trainer.accelerator` is not "cpu", else its CPU.
 
     Returns:
         The machine, and {"topology": {"islands", "slowest_ring_link"}}, from the functions of

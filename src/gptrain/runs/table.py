@@ -163,7 +163,7 @@ def format_cell(value: Any) -> str:
 
     Numbers of a whole value, and those whose absolute value is 1000 or more, have grouped thousands
     and no decimals. Other numbers have five significant digits. A number must be finite. Any other
-    value is its `str` in at most 32 characters.
+    value is its `printable` text, at most 32 characters of it.
     """
     if type(value) not in (int, float):
         return printable("" if value is None else value)[:_CELL]
