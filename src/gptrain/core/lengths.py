@@ -154,8 +154,8 @@ def plan_lengths(
 def find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int | None, str]:
     """Return the number of steps of a run, and the override that sets it.
 
-    The smallest limit counts, or fast_dev_run alone. If `trainer.max_epochs` is null and there is no
-    other limit, also of time, a run has 3 epochs. A run without a limit of steps gives (None, "").
+    The smallest limit counts, or fast_dev_run alone. If `trainer.max_epochs` is null and no other
+    key limits the steps or the time, a run has 3 epochs. Without a limit of steps it is (None, "").
 
     Args:
         epoch_steps: Steps of one epoch.

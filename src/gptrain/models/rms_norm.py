@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.RMSNorm):
     """RMSNorm: x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    It is made by `RMSNorm(size of the last dimension, eps)`. The result has the dtype of the weight,
-    also under autocast.
+    It is made by `RMSNorm(size of the last dimension, eps)`. The result has the dtype of the
+    weight, also under autocast.
     """
 
     def forward(self, x: Tensor) -> Tensor:

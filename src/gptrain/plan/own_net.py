@@ -19,9 +19,9 @@ def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, An
     """Return the plan of a net without formulas, in the form of `gptrain.costs.choice.compare`.
 
     The strategies are `single`, and on several devices `ddp`, and `fsdp` if the net has `blocks`
-    and the option `replicas` divides the devices. Their entries have `bytes_per_device`, with the exact bytes of weights, gradients and optimizer
-    states, and `fits`, which is False if these alone do not fit, else None. `best` and `changes`
-    are None.
+    and the option `replicas` divides the devices. Their entries have `bytes_per_device`, with the
+    exact bytes of weights, gradients and optimizer states, and `fits`, which is False if these
+    alone do not fit, else None. `best` and `changes` are None.
 
     Args:
         cfg: Configuration of the run, with a precision other than "auto".

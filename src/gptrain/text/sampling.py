@@ -34,10 +34,10 @@ class Sampling:
     top_p: float | None = None
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Turn logits (B, V) into the weights (B, V) with which the next token is drawn.
+        """Turn logits (B, V) into the weights (B, V), fp32, with which the next token is drawn.
 
-        The weights are probabilities in fp32, and 0 for tokens that may not be drawn. The sum of a
-        row may therefore be less than 1, as torch.multinomial allows.
+        A weight is the probability of a token, or 0 if it may not be drawn. The sum of a row may
+        therefore be less than 1, as torch.multinomial allows.
         """
         logits = logits.float()
         if self.temperature == 0:

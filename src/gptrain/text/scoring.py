@@ -50,11 +50,10 @@ def score(
 ) -> list[Score]:
     """Compute how probable each text is under a net, on the net's device, in evaluation mode.
 
-    The net is in its former mode afterwards, also after an error.
-
-    A text with more tokens than T, the `max_seq_len` of the net, is read in overlapping windows of
-    T tokens. Each token is scored in the first window in which at least `context` tokens come
-    before it.
+    The net is in its former mode afterwards, also after an error. T is its `max_seq_len`. A text of
+    more than T + 1 tokens is read in overlapping windows of T tokens. Each token is scored in the
+    first window in which at least `context` tokens come before it. A net without `max_seq_len`
+    reads each text at once.
 
     Args:
         net: Net with the contract of `gptrain.models`.
@@ -63,7 +62,6 @@ def score(
         context: Smallest number of tokens before a scored token in all windows but the first, from
             1 to T. Defaults to T // 2. The net reads about T / (T + 1 - context) times the tokens
             of a long text. With T each token is scored after as many tokens as the net can read.
-            A net without `max_seq_len` reads each text at once.
 
     Returns:
         One `Score` for each text.
@@ -96,7 +94,7 @@ def score(
 
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
     """Return the log probabilities (N - 1,) of all tokens (N,) but the first, on the CPU."""
-    limit = getattr(net, "max_seq_len", None) or max(2, len(tokens))
+    limit = getattr(net, "max_seq_len", None) or 2**40  # no limit: longer than any text
     context = limit // 2 if context is None else context
     if not 0 < context <= limit:
         raise ValueError(f"context={context}: not from 1 to max_seq_len={limit}")
