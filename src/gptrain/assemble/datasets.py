@@ -102,7 +102,6 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
     may have any form. An empty training set passes.
 
     Args:
-        cfg: Configuration of the run.
         module: Class of the module.
         datasets: Result of `build_datasets`. A test set of None stands for the validation set.
 
@@ -177,7 +176,6 @@ def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset
     Args:
         dataset: Training set with a length and an index.
         batches: Micro-batches of each rank if it is an int, the fraction of the samples if a float.
-        batch: Batch plan of the run.
     """
     sequences = batch.batch_size * batch.data_parallel_size
     n_all = len_of(dataset)

@@ -255,11 +255,9 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stage
     loaded.
 
     Args:
-        cfg: Configuration of the run.
         source: Value of `init_from`: anything that `find_weights` takes. Of a run folder, it is the
             best checkpoint by `checkpoint.monitor` of `cfg`.
         net: Net as the strategy has partitioned it.
-        stages: Stages of the pipeline.
 
     Raises:
         ConfigError: If the weights are missing (exit code 66), damaged or do not fit (65).

@@ -73,9 +73,7 @@ def build_module(
     loss options and the metrics. Any other module gets the net only if its signature names `net`.
 
     Args:
-        cfg: Configuration of the run.
         net: Net as the strategy has partitioned it.
-        lengths: Length of the run.
         val: Validation set. Its attribute `token_bytes`, if it has one, has the number of bytes of
             each token, for bits per byte.
 
@@ -114,7 +112,6 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     `parameter_groups`, as `gptrain.optim.Muon`.
 
     Args:
-        cfg: Configuration of the run.
         batch: Batch plan of the run, to whose size the learning rates are scaled.
         module: LightningModule of the run, or a net on the meta device, to check the arguments.
 
@@ -150,8 +147,6 @@ def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float 
     """Return a learning rate as `optimizer.lr_scaling` scales it to the batch of the run.
 
     Args:
-        cfg: Configuration of the run.
-        batch: Batch plan of the run.
         lr: Learning rate for `optimizer.reference_batch_size` sequences. None takes `optimizer.lr`,
             or if that is null the default of the optimizer's class.
 

@@ -49,7 +49,6 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
     renamed, and checkpoints may be fetched from the mirror.
 
     Args:
-        cfg: Configuration of the run.
         lock: Lock of the run folder, which the caller holds. Its `run_id` is that of the run.
 
     Returns:
@@ -152,7 +151,6 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     only repeat another key, and callbacks that print sampled text are left out.
 
     Args:
-        cfg: Configuration of the run.
         global_batch_size: Sequences of an optimizer step over all ranks.
     """
     facts: dict[str, Any] = {
@@ -199,7 +197,6 @@ def check_data(cfg: RunConfig, saved: Mapping[str, Any], fingerprint: str | None
     `allow_changes=[data]` permits other data.
 
     Args:
-        cfg: Configuration of the run.
         saved: Entry `config` of the checkpoint's manifest.
         fingerprint: Fingerprint of the training set. None if the dataset has no such attribute.
     """

@@ -120,7 +120,6 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     Args:
         cfg: Configuration of the run, for which `check` has passed. On rank 0, `ckpt_path` is the
             result of `find_checkpoint`. The value on other ranks has no effect.
-        guard: Watchdog of this rank.
 
     Raises:
         ConfigError: If a part does not fit the config, the data or the checkpoint.

@@ -51,9 +51,6 @@ def build_trainer(
     Args:
         cfg: Configuration of the run, with a precision other than "auto".
         devices: Devices of the run. On GPUs, those of this node are assigned to `strategy`.
-        strategy: Strategy that trains the net.
-        lengths: Length of the run.
-        guard: Watchdog of this rank.
         train: Training set, or the UserData of a LightningDataModule.
 
     Raises:

@@ -220,8 +220,6 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
     data axis, else all. `replicas` is taken over without a check.
 
     Args:
-        options: Options of the strategy.
-        world_size: Number of ranks of the job.
         n_nodes: Number of nodes, which have equally many ranks.
 
     Raises:

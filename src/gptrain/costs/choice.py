@@ -59,7 +59,6 @@ def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: in
             them, too. `trainer.num_nodes=auto` counts as one node.
         sample_tokens: Tokens per sample.
         name: Key of STRATEGIES.
-        world_size: Number of ranks.
 
     Raises:
         ValueError: If the ranks do not divide the batch, the heads, the blocks or the copies of the
@@ -137,10 +136,7 @@ def compare(
     that divides nothing but the batch fits into 90 % of the memory with the last of these.
 
     Args:
-        run: Configuration of the run.
         sample_tokens: Tokens per sample of the run's data. None if the number is not known.
-        machine: Node on which the run trains.
-        n_nodes: Number of nodes.
 
     Returns:
         parameters: Number of parameters, or None if the net is not known.

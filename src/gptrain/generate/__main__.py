@@ -82,9 +82,6 @@ def generate(cfg: GenerateRun) -> None:
 
     If `interactive` is set, prompts are then read from stdin until its end.
 
-    Args:
-        cfg: Configuration of the command.
-
     Raises:
         ConfigError: If `from_run` has no tokenizer (exit code 66).
         DataError: If `prompt` has no token, or the chat template is invalid or refuses it. That of

@@ -25,8 +25,6 @@ def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, An
 
     Args:
         cfg: Configuration of the run, with a precision other than "auto".
-        machine: Node on which the run trains.
-        n_nodes: Number of nodes.
 
     Raises:
         ConfigError: If the net cannot be built.

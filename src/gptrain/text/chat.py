@@ -43,7 +43,6 @@ class ChatFormat:
     control token in the text of a message becomes that token.
 
     Args:
-        tokenizer: Tokenizer of the net.
         template: Jinja template. None takes that of the tokenizer, or if it has none ChatML, with
             the tokenizer's end token in place of `<|im_end|>` if the vocabulary lacks that.
 

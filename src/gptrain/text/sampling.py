@@ -69,7 +69,6 @@ def generate(
         net: Net with the contract of `gptrain.models`.
         prompt: Token ids of the prompt, at least one.
         n_tokens: Largest number of tokens to draw.
-        sampling: Settings of the distribution.
         generator: Generator of the random numbers, on the device of the net.
         cache: True to compute each position only once, if the net has `new_cache` and while the
             sequence has at most `max_seq_len` tokens. The logits are the same up to rounding.

@@ -58,7 +58,6 @@ def score(
     Args:
         net: Net with the contract of `gptrain.models`.
         tokenizer: Tokenizer of the net, as `gptrain.load(..., with_tokenizer=True)` returns it.
-        texts: Texts to score.
         context: Smallest number of tokens before a scored token in all windows but the first, from
             1 to T. Defaults to T // 2. The net reads about T / (T + 1 - context) times the tokens
             of a long text. With T each token is scored after as many tokens as the net can read.

@@ -53,8 +53,6 @@ class Writer:
 
     Args:
         net: Net with the contract of `gptrain.models`, on its device.
-        tokenizer: Tokenizer of the net.
-        sampling: Temperature, top_k and top_p.
         n_tokens: As in `generate`.
         stop: As in `generate`.
         seed: As in `generate`.
@@ -136,7 +134,6 @@ def decode_until(
     a stop text are held back until the text is known. A piece may be empty.
 
     Args:
-        tokenizer: Tokenizer of the tokens.
         prompt: Token ids of the prompt, which are decoded with the first tokens.
         drawn: Token ids that follow the prompt. Iteration stops at a stop text.
         stop: Texts that end the result and are not part of it.
