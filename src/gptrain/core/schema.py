@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import Self
 
 from gptrain.core import value_types as types
+from gptrain.core.small_files import flatten
 from gptrain.core.strategies import STRATEGIES, DDPOptions, StrategyOptions
 from gptrain.core.value_types import Count, KeepsResult, OpenSection, Section, TargetConfig, between
 
@@ -281,8 +282,9 @@ class DataConfig(OpenSection):
 
     @property
     def masks_documents(self) -> bool:
-        """True if `data.documents` is "masked": attention stays within a document."""
-        return self.extra.get("documents") == "masked"
+        """True if `documents` of the group or of a part is "masked": attention stays within one."""
+        facts = flatten(self.extra)  # those of a mixture have keys such as parts.a.documents
+        return any(facts[key] == "masked" for key in facts if key.endswith("documents"))
 
 
 class DataModuleConfig(DataConfig):
@@ -362,12 +364,6 @@ class MixtureConfig(DataConfig):
 
     seq_len: Count
     parts: dict[str, Annotated[PartConfig, types.chosen(dict(_DATA), _find_data_kind)]]
-
-    @property
-    def masks_documents(self) -> bool:
-        """True if `documents` of a part is "masked": attention stays within a document."""
-        parts = [part.plain() for part in self.parts.values()]
-        return any(part.get("documents") == "masked" for part in parts)
 
 
 _DATA |= {"gptrain.data.Mixture": MixtureConfig, "LightningDataModule": DataModuleConfig}
