@@ -283,7 +283,7 @@ class DataConfig(OpenSection):
     @property
     def masks_documents(self) -> bool:
         """True if `documents` of the group or of a part is "masked": attention stays within one."""
-        facts = flatten(self.extra)  # those of a mixture have keys such as parts.a.documents
+        facts = flatten(self.extra)  # a mixture has keys such as parts.a.documents
         return any(facts[key] == "masked" for key in facts if key.endswith("documents"))
 
 

@@ -38,7 +38,7 @@ def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, fl
 
     Args:
         target: Dotted path of the class.
-        options: Its keyword arguments, of which only `momentum` counts.
+        options: Keyword arguments of the class, of which only `momentum` counts.
     """
     n_states: float = 2
     if target == "gptrain.optim.Muon":  # with AdamW for all other parameters

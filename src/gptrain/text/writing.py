@@ -30,9 +30,9 @@ def generate(
         tokenizer: The tokenizer that the net was trained with.
         prompts: Texts of at least one token each.
         n_tokens: Number of tokens to generate for each prompt, at most.
-        temperature: As in `Sampling`.
-        top_k: As in `Sampling`.
-        top_p: As in `Sampling`.
+        temperature: Divisor of the logits, see `Sampling`.
+        top_k: Limit of the number of tokens, see `Sampling`.
+        top_p: Limit of the total probability, see `Sampling`.
         stop: Texts that end a continuation and are not part of it.
         seed: Seed of one random generator for all prompts. A prompt's continuation therefore
             depends on the prompts before it.
@@ -53,9 +53,9 @@ class Writer:
 
     Args:
         net: Net with the contract of `gptrain.models`, on its device.
-        n_tokens: As in `generate`.
-        stop: As in `generate`.
-        seed: As in `generate`.
+        n_tokens: Largest number of tokens of an answer.
+        stop: Texts that end an answer and are not part of it.
+        seed: Seed of the random generator.
         is_chat: True if a prompt is the user's next message of a conversation, which the chat
             template renders.
 
