@@ -175,8 +175,7 @@ class DataError(RunError, ValueError):
 class JobFailedError(RunError):
     """Raised after a job has failed, or was asked to stop, and the reason has been printed.
 
-    A job is a run, or one run of a sweep. An error with code 70 and the message "m" is
-    `JobFailedError(70, "m")`.
+    A job is a run, or one run of a sweep. The arguments are the attributes.
 
     Attributes:
         code: Exit code of the job.

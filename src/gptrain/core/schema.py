@@ -95,7 +95,7 @@ class LanguageModelConfig(ModuleConfig, extra="forbid"):
 
 
 class OptimizerConfig(TargetConfig):
-    """Keys of any optimizer group."""
+    """Keys that every optimizer group has. Further keys are arguments of the optimizer's class."""
 
     OWN_KEYS = frozenset({"lr_scaling", "reference_batch_size"})
 
@@ -106,7 +106,7 @@ class OptimizerConfig(TargetConfig):
 
 
 class AdamWConfig(OptimizerConfig):
-    """Keys of `torch.optim.AdamW`."""
+    """Keys of `torch.optim.AdamW`. Further keys are arguments of this class, too."""
 
     betas: types.Betas
     eps: types.Positive

@@ -12,7 +12,7 @@ from gptrain.core.errors import DataError, first_line, printable
 
 
 class UnreadableFileError(DataError):
-    """Raised for a file that exists but cannot be used. The exit code is 65.
+    """Raised for a file that exists but cannot be used. Its `str` is `<path>: <reason>`.
 
     Attributes:
         path: Path of the file.

@@ -143,10 +143,16 @@ class CausalSelfAttention(nn.Module):
     def apply_positions(
         self, q: Tensor, k: Tensor, start: int = 0, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return q (B, T, heads, d_head) and k with position information. Here, unchanged.
+        """Return q and k with position information. This class returns them unchanged.
 
-        `positions`, (T,) or (B, T), are those of the tokens if they do not begin at `start` and
-        follow each other. A subclass overrides this method, for example for rotary embeddings.
+        A subclass overrides this method, for example for rotary embeddings.
+
+        Args:
+            q: Queries, (B, T, heads, d_head).
+            k: Keys, (B, T, heads of k and v, d_head).
+            start: Position of the first token. It has no effect with `positions`.
+            positions: Position of each token, (T,) or (B, T). None if they follow each other from
+                `start` on.
         """
         return q, k
 
