@@ -225,9 +225,9 @@ def typed_keys() -> dict[str, str]:
 def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:
     """Return the lengths of a resumed run with the number of warm-up steps of its first start.
 
-    The lengths are unchanged if `scheduler.warmup_steps` is another one than at the first start, or
-    if `scheduler.warmup_tokens` is given. `saved` is the entry `config` of the checkpoint's
-    manifest.
+    The lengths are unchanged if that number is not known, if `scheduler.warmup_steps` is another
+    one than at the first start, or if `scheduler.warmup_tokens` is given. `saved` is the entry
+    `config` of the checkpoint's manifest.
     """
     warmup = cfg.scheduler.warmup_steps
     first = saved.get("warmup_steps")

@@ -72,7 +72,7 @@ class RunLengths:
 
     @property
     def step_tokens(self) -> int:
-        """Positions that one optimizer step trains on, over all ranks."""
+        """Tokens, or samples of other data, that one optimizer step trains on, over all ranks."""
         return self.batch.global_batch_size * self.sample_tokens
 
     @property

@@ -80,7 +80,10 @@ class Step:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per token of the residual stream, whose type under FSDP is that of matmuls."""
+        """Bytes per token of the residual stream.
+
+        Its type is that of `matmul_bytes` under FSDP, and else that of the weights.
+        """
         return self.net.d_model * (self.matmul_bytes if self.sharded else self.weight_bytes)
 
     @property
@@ -121,7 +124,7 @@ class Step:
 
     @property
     def ends(self) -> list[Step]:
-        """The same step on the first and on the last rank of the pipeline: these have most work."""
+        """The same step on the first and the last rank of a pipeline. One step without a pipeline."""
         return [replace(self, rank=rank) for rank in sorted({0, self.dims.pipeline - 1})]
 
 

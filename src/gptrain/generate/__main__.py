@@ -69,7 +69,10 @@ def main() -> None:
 
 
 def quote_text(word: str) -> str:
-    """Quote the value of `prompt=` and `stop=`, unless it begins as a list or a quoted text."""
+    """Return a word of the command line, with the value of `prompt=` or `stop=` quoted for Hydra.
+
+    A value that begins as a list or a quoted text is unchanged, as are all other words.
+    """
     key, equals, value = word.partition("=")
     is_text = equals and key in ("prompt", "stop")
     if not is_text or value.startswith(("[", "'", '"')):

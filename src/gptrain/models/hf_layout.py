@@ -63,7 +63,7 @@ def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the GPT2LMHeadModel that computes the same as a SimpleGPT.
 
     Both are by the names of transformers. The tensors share memory with the net, but the joined
-    q, k and v are copies. The tied head is left out.
+    q, k and v are copies. The tied head is left out, and the ids of special tokens are None.
     """
     config = _gpt2_config(net) | {"n_positions": net.max_seq_len, **_NO_IDS}
     config["architectures"] = ["GPT2LMHeadModel"]
@@ -99,7 +99,8 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the transformers model that computes the same as a Llama.
 
     Both are by the names of transformers: of Qwen3ForCausalLM with `qk_norm`, else of
-    LlamaForCausalLM. The tensors share memory with the net. A tied head is left out.
+    LlamaForCausalLM. The tensors share memory with the net. A tied head is left out, and the ids of
+    special tokens are None.
     """
     config: dict[str, Any] = _llama_config(net)
     config |= {"max_position_embeddings": net.max_seq_len, **_NO_IDS}
