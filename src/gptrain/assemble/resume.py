@@ -24,7 +24,7 @@ from gptrain.core.schema import RunConfig, SampleTextConfig
 from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import parallel_dims
-from gptrain.core.value_types import Section
+from gptrain.core.value_types import KeepsResult, Section
 from gptrain.runtime.devices import find_devices
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,8 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     }
     for group in _DECISIVE:
         section: Section = getattr(cfg, group)
-        keeping = section.keys_that_keep_the_result()
+        fields = type(section).model_fields.items()
+        keeping = {key for key, field in fields if KeepsResult in field.metadata}
         node = {key: value for key, value in section.plain().items() if key not in keeping}
         facts |= {k: value for k, value in flatten(node, group).items() if not k.endswith(_IGNORED)}
     for name, callback in cfg.callbacks.items():

@@ -13,7 +13,7 @@ class Precision:
     Attributes:
         weights: Type of the weights, the gradients and the optimizer states.
         autocast: Type to which autocast converts the inputs of matrix multiplications. None
-            without autocast.
+            without autocast. With "float16" Lightning scales the loss.
     """
 
     weights: str = "float32"
@@ -28,11 +28,6 @@ class Precision:
     def is_fp16(self) -> bool:
         """True if the inputs of matrix multiplications are fp16."""
         return self.matmul == "float16"
-
-    @property
-    def has_loss_scaler(self) -> bool:
-        """True if Lightning scales the loss and skips steps whose scaled gradients overflow."""
-        return self.autocast == "float16"
 
 
 # The names are Lightning's. Its two precisions of NVIDIA's Transformer Engine are missing: gptrain

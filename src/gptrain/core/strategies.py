@@ -46,11 +46,6 @@ class StrategyOptions(OpenSection):
             raise ValueError(f"unknown; allowed: {', '.join(names)}")
         return name
 
-    @property
-    def copies(self) -> int:
-        """Value of the option `replicas`: copies of the sharded net. 1 without this option."""
-        return getattr(self, "replicas", None) or 1
-
 
 class SingleOptions(StrategyOptions, extra="forbid"):
     """Options of `single`: only those that every strategy has."""
@@ -232,7 +227,7 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
     others = [axis for axis in axes if axis != DATA]
     sizes = {axis: getattr(options, f"{axis}_parallel_size") or defaults[axis] for axis in others}
     n_data = max(1, world_size // math.prod(sizes.values())) if DATA in axes else 1
-    dims = ParallelDims(n_data, replicas=options.copies, **sizes)
+    dims = ParallelDims(n_data, replicas=getattr(options, "replicas", 1), **sizes)
     if dims.world_size != world_size:
         shown = (DATA, CONTEXT) if CONTEXT in axes else (DATA, TENSOR, PIPELINE)
         equation = " x ".join(f"{axis} {getattr(dims, axis)}" for axis in shown)

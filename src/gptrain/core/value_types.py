@@ -91,12 +91,6 @@ class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     So are a value of another type, such as a string for a number, and a NaN or an infinity.
     """
 
-    @classmethod
-    def keys_that_keep_the_result(cls) -> set[str]:
-        """Return the names of the fields of this group with the mark KeepsResult."""
-        fields = cls.model_fields.items()
-        return {name for name, field in fields if KeepsResult in field.metadata}
-
     def plain(self) -> dict[str, Any]:
         """Return the keys that were given, also unknown ones, as nested dicts and lists.
 

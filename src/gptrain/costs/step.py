@@ -124,7 +124,7 @@ class Step:
 
     @property
     def ends(self) -> list[Step]:
-        """The same step on the first and the last rank of a pipeline. One step without a pipeline."""
+        """The same step on the first and the last rank of a pipeline. One without a pipeline."""
         return [replace(self, rank=rank) for rank in sorted({0, self.dims.pipeline - 1})]
 
 

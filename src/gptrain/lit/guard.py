@@ -108,7 +108,7 @@ class StepGuard:
         self._has_ended = self._n_skipped < 0  # False
         # The loss scaler of 16-mixed sets found_inf itself, and the host waits for it in each step.
         # With FSDP's CPU offload the host waits for the gradients.
-        self._is_scaled = find_precision(trainer.precision).has_loss_scaler
+        self._is_scaled = find_precision(trainer.precision).autocast == "float16"
         waits = self._is_scaled or getattr(strategy.parallel.options, "cpu_offload", False)
         self._is_deferred = skips_on_device(trainer.optimizers[0]) and not waits
 

@@ -183,7 +183,8 @@ class Decoder(nn.Module):
                 name = "token_embedding.weight"
             writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
             std = _INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else _INIT_STD
-            generator = torch.Generator().manual_seed(_stable_hash(self._init_seed, name))
+            digest = hashlib.blake2b(f"{self._init_seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
             normal = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
             tensor.copy_(normal.normal_(0.0, std, generator=generator))
 
@@ -241,9 +242,3 @@ def make_embedding(n: int, d_model: int) -> nn.Embedding:
     """Return a trainable embedding (n, d_model) without initial values, on the default device."""
     # nn.Embedding() draws random values, which imports torch's compiler (2 s) on the meta device.
     return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
-
-
-def _stable_hash(seed: int, name: str) -> int:
-    """Return a signed 64-bit hash of a seed and a name that is identical in every process."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)

@@ -34,7 +34,7 @@ def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, An
     value_bytes = TYPE_BYTES[find_precision(cfg.trainer.precision).weights]
     n_states = optimizer_states(cfg.optimizer.target, cfg.optimizer.arguments)
     hidden = {p for p in getattr(net, "blocks", nn.Module()).parameters() if p.ndim >= 2}
-    world_size, copies = machine.n_local * n_nodes, cfg.strategy.copies
+    world_size, copies = machine.n_local * n_nodes, getattr(cfg.strategy, "replicas", 1)
     shards, rows = {"single": 1}, {}
     if world_size > 1:
         shards["ddp"] = 1
