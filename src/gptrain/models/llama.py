@@ -72,15 +72,15 @@ class Llama(Decoder):
         self.qk_norm = qk_norm
         norm = partial(RMSNorm, d_model, norm_eps)
         self.build(
-            lambda: Block(norm(), _RotaryAttention(self), norm(), _SwiGLU(d_model, d_ff)), norm
+            lambda: Block(norm(), RotaryAttention(self), norm(), SwiGLU(d_model, d_ff)), norm
         )
 
     to_hugging_face = hf_layout.to_llama
     from_hugging_face = hf_layout.from_llama
 
 
-class _RotaryAttention(CausalSelfAttention):
-    """Causal self-attention with rotary position embeddings (RoPE) of q and k."""
+class RotaryAttention(CausalSelfAttention):
+    """Causal self-attention of a Llama, with rotary position embeddings (RoPE) of q and k."""
 
     def __init__(self, net: Llama):
         super().__init__(net.d_model, net.n_heads, net.n_kv_heads, bias=False, d_head=net.d_head)
@@ -95,8 +95,8 @@ class _RotaryAttention(CausalSelfAttention):
         """Normalize q and k if `qk_norm` is set, then rotate each pair of values in fp32 or above.
 
         The angle of a pair is proportional to the position, so that the product of q and k depends
-        on the distance of their positions (Su et al. 2021, arXiv:2104.09864). Autograd saves
-        cosines and sines. The arguments are those of `CausalSelfAttention.apply_positions`.
+        on the distance of their positions (Su et al. 2021, arXiv:2104.09864). The arguments are
+        those of `CausalSelfAttention.apply_positions`.
         """
         input_dtype = q.dtype
         if self.norm_q is not None and self.norm_k is not None:
@@ -129,8 +129,11 @@ class _RotaryAttention(CausalSelfAttention):
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-class _SwiGLU(nn.Module):
-    """MLP with a gate: down(silu(gate(x)) * up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
+class SwiGLU(nn.Module):
+    """MLP with a gate and without biases: down(silu(gate(x)) * up(x)).
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()

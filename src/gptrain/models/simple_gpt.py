@@ -59,7 +59,7 @@ class SimpleGPT(Decoder):
         self.dropout = nn.Dropout(dropout)
         norm = partial(nn.LayerNorm, d_model)
         attention = partial(CausalSelfAttention, d_model, n_heads, n_heads, True, dropout)
-        mlp = partial(_MLP, d_model, activation)
+        mlp = partial(MLP, d_model, activation)
         self.build(lambda: Block(norm(), attention(), norm(), mlp(), dropout), norm)
 
     def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:
@@ -78,8 +78,8 @@ class SimpleGPT(Decoder):
     from_hugging_face = hf_layout.from_gpt2
 
 
-class _MLP(nn.Module):
-    """MLP with a hidden layer of width 4 * d_model. The activations are those of `SimpleGPT`."""
+class MLP(nn.Module):
+    """MLP with a hidden layer of width 4 * d_model. `activation` is that of `SimpleGPT`."""
 
     def __init__(self, d_model: int, activation: str):
         super().__init__()
