@@ -65,7 +65,10 @@ class Net:
 
     @property
     def block_matrices(self) -> int:
-        """Number of weights in a block's matrices: 2 D (D_q + D_kv) + 2 D F, or 3 D F if gated."""
+        """Number of weights in a block's matrices.
+
+        It is 2 D (D_q + D_kv) for attention, and 2 D F for the MLP, or 3 D F if it is gated.
+        """
         return (
             2 * self.d_model * (self.d_q + self.d_kv) + (self.n_up + 1) * self.d_model * self.d_ff
         )

@@ -26,7 +26,7 @@ class Step:
 
     Attributes:
         net: Sizes of the net.
-        options: Options of the strategy.
+        options: Options of the strategy, with the type of its row in STRATEGIES.
         dims: Number of ranks along each axis of the device mesh.
         batch_size: Sequences per data rank and micro-step.
         seq_len: Tokens per sequence.

@@ -122,9 +122,10 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
 def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     """Return the table of one or more runs: a row of column names, then one row per run.
 
-    The columns are the folder below the common one, the overrides in which the runs differ except
-    locations, `metrics`, those of `RunRecord.times` that are at least 0.05 in some run, and the
-    end. A value that is not known is None.
+    The columns are the folder, relative to the deepest folder that holds all runs; the overrides in
+    which the runs differ, without those that name a folder or a checkpoint; `metrics`; those of
+    `RunRecord.times` that are at least 0.05 in some run; and the end. A value that is not known is
+    None.
     """
     typed = [by_key(run.overrides) for run in runs]
     keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(_LOCATION_KEYS))
