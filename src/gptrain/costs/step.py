@@ -449,10 +449,9 @@ def estimate(step: Step, machine: Machine) -> dict[str, Any]:
     stage_flops += head * (dims.pipeline - 1)
     # Recomputation repeats the forward pass, which is half of the elementwise work.
     repeats = 1.5 if step.checkpointing != "none" else 1.0
-    moves = _MOVES if step.compile == "none" else _COMPILED_MOVES
+    moves = repeats * net.n_layers * (_MOVES if step.compile == "none" else _COMPILED_MOVES)
     kept = activations(replace(step, checkpointing="none", compile="none"))[0]
-    per_token = repeats * moves * net.n_layers * kept
-    per_token += _PER_LOGIT * 4 * net.vocab_size / dims.tensor
+    per_token = moves * kept + _PER_LOGIT * 4 * net.vocab_size / dims.tensor
     moved_bytes = step.rank_tokens * step.accumulate / dims.pipeline * per_token
     moved_bytes += _PER_PARAMETER * held["weights"]
     calls = repeats * _BLOCK_CALLS * net.n_layers / dims.pipeline + _STEP_CALLS
