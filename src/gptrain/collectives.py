@@ -30,10 +30,10 @@ from gptrain.lit.measure import wait_for
 from gptrain.parallel.mesh import gather
 from gptrain.runtime.process import count_devices
 
-N_TIMED = 5  # timed calls, after one that is not
+_N_TIMED = 5  # timed calls, after one that is not
 
 
-class CollectivesRun(RunConfig):
+class _CollectivesRun(RunConfig):
     """Keys of the command: those of a run, and `max_bytes`, the size of the compared buffer."""
 
     runs_here = False
@@ -43,10 +43,10 @@ class CollectivesRun(RunConfig):
 def main() -> None:
     """Run `python -m gptrain.collectives` with the words of `sys.argv`, and exit with its code."""
     sys.argv[1:] = ["trainer.devices=2", *sys.argv[1:]]
-    config.main(start, CollectivesRun, {"max_bytes": 2**24}, usage=__doc__)
+    config.main(_start, _CollectivesRun, {"max_bytes": 2**24}, usage=__doc__)
 
 
-def start(cfg: CollectivesRun) -> None:
+def _start(cfg: _CollectivesRun) -> None:
     """Start the ranks and wait for them, or run this process as a rank that torchrun started.
 
     Raises the exception of this rank, or torch's ProcessException if a rank that it started fails.
@@ -61,10 +61,10 @@ def start(cfg: CollectivesRun) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no port is reachable from other machines
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/store", n_ranks, n_gpus >= n_ranks, cfg.max_bytes)
-        torch.multiprocessing.spawn(start_rank, arguments, n_ranks)
+        torch.multiprocessing.spawn(_start_rank, arguments, n_ranks)
 
 
-def start_rank(rank: int, path: str, n_ranks: int, on_gpu: bool, max_bytes: int) -> None:
+def _start_rank(rank: int, path: str, n_ranks: int, on_gpu: bool, max_bytes: int) -> None:
     """Connect this process with the other ranks through the file `path`, and run the rank."""
     store, backend = dist.FileStore(path, n_ranks), "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=n_ranks, store=store)
@@ -88,48 +88,48 @@ def run_rank(local_rank: int, on_gpu: bool, max_bytes: int) -> None:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    print_on_rank_0(f"{dist.get_backend()}, {dist.get_world_size()} ranks; the root is rank 0")
-    for name in COLLECTIVES:
-        show(name, device)
+    _print_on_rank_0(f"{dist.get_backend()}, {dist.get_world_size()} ranks; the root is rank 0")
+    for name in _COLLECTIVES:
+        _show(name, device)
     compare_all_reduces(device, max_bytes)
 
 
-def rows_on_root(rows: Tensor) -> list[Tensor] | None:
+def _rows_on_root(rows: Tensor) -> list[Tensor] | None:
     """Return the rows of a buffer on rank 0, and None on every other rank, as torch expects it."""
     return list(rows) if dist.get_rank() == 0 else None
 
 
 # Rows that the root and that each other rank passes and gets (n: all, 1: one, 0: none), and the
 # call on a buffer to send and one to receive, which is a copy of it. Some collectives are in place.
-COLLECTIVES: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Any]]] = {
+_COLLECTIVES: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Any]]] = {
     "broadcast": ("n0", "nn", lambda send, recv: dist.broadcast(recv, src=0)),
     "reduce": ("nn", "n0", lambda send, recv: dist.reduce(recv, dst=0)),
     "all_reduce": ("nn", "nn", lambda send, recv: dist.all_reduce(recv)),
-    "scatter": ("n0", "11", lambda send, recv: dist.scatter(recv[0], rows_on_root(send))),
-    "gather": ("11", "n0", lambda send, recv: dist.gather(send[0], rows_on_root(recv))),
+    "scatter": ("n0", "11", lambda send, recv: dist.scatter(recv[0], _rows_on_root(send))),
+    "gather": ("11", "n0", lambda send, recv: dist.gather(send[0], _rows_on_root(recv))),
     "all_gather": ("11", "nn", lambda send, recv: dist.all_gather(list(recv), send[0])),
     "reduce_scatter": ("nn", "11", lambda send, recv: dist.reduce_scatter(recv[0], list(send))),
     "all_to_all": ("nn", "nn", lambda send, recv: dist.all_to_all_single(recv, send)),
 }
 
 
-def show(name: str, device: torch.device) -> None:
+def _show(name: str, device: torch.device) -> None:
     """Run a collective on a small buffer, and print the rows that each rank passes and gets.
 
-    `name` is a key of `COLLECTIVES`. Row j of rank r holds the number 10 r + j. Collective.
+    `name` is a key of `_COLLECTIVES`. Row j of rank r holds the number 10 r + j. Collective.
     """
-    rows_sent, rows_received, call = COLLECTIVES[name]
+    rows_sent, rows_received, call = _COLLECTIVES[name]
     sent = torch.arange(dist.get_world_size(), device=device).view(-1, 1) + 10.0 * dist.get_rank()
     received = sent.clone()
     call(sent, received)
-    before = gather(format_rows(sent, rows_sent))
-    after = gather(format_rows(received, rows_received))
-    print_on_rank_0(f"\n{name}")
+    before = gather(_format_rows(sent, rows_sent))
+    after = gather(_format_rows(received, rows_received))
+    _print_on_rank_0(f"\n{name}")
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
-        print_on_rank_0(f"  rank {rank}  {old:{max(map(len, before))}}  ->  {new}")
+        _print_on_rank_0(f"  rank {rank}  {old:{max(map(len, before))}}  ->  {new}")
 
 
-def format_rows(rows: Tensor, rows_shown: str) -> str:
+def _format_rows(rows: Tensor, rows_shown: str) -> str:
     """Return the rows of this rank as a text such as `[ 10  11 ]`, or `-` if there are none."""
     n_shown = {"n": len(rows), "1": 1, "0": 0}[rows_shown[min(dist.get_rank(), 1)]]
     numbers = "".join(f"{number:3.0f} " for number in rows[:n_shown].flatten())
@@ -146,11 +146,11 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
     values = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
     values = (values % 1000).float()  # sums of small integers are exact in any order
     expected = n_ranks * values + n_ranks * (n_ranks - 1) / 2
-    print_on_rank_0(f"\nall-reduce of {values.nbytes / 2**20:6.1f} MiB   time ms    GB/s")
-    ways = {"through rank 0": reduce_by_center, "around a ring": reduce_by_ring}
+    _print_on_rank_0(f"\nall-reduce of {values.nbytes / 2**20:6.1f} MiB   time ms    GB/s")
+    ways = {"through rank 0": _reduce_by_center, "around a ring": reduce_by_ring}
     for name, all_reduce in {**ways, dist.get_backend(): dist.all_reduce}.items():
         seconds = []
-        for _ in range(1 + N_TIMED):
+        for _ in range(1 + _N_TIMED):
             result = values + rank
             dist.barrier()
             start_s = time.perf_counter()
@@ -160,10 +160,10 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
         if not torch.equal(result, expected):
             raise RuntimeError(f"all-reduce {name}: wrong result on rank {rank}")
         slowest_s = max(gather(median(seconds[1:])))
-        print_on_rank_0(f"{name:24}{slowest_s * 1e3:10.2f}{values.nbytes / slowest_s / 1e9:8.2f}")
+        _print_on_rank_0(f"{name:24}{slowest_s * 1e3:10.2f}{values.nbytes / slowest_s / 1e9:8.2f}")
 
 
-def reduce_by_center(buffer: Tensor) -> None:
+def _reduce_by_center(buffer: Tensor) -> None:
     """Sum a buffer over n ranks in place. Rank 0 receives n - 1 buffers and sends n - 1."""
     if dist.get_rank() > 0:
         dist.send(buffer, 0)
@@ -196,7 +196,7 @@ def reduce_by_ring(buffer: Tensor) -> None:
         row.copy_(row + received if step < n_ranks - 1 else received)
 
 
-def print_on_rank_0(line: str) -> None:
+def _print_on_rank_0(line: str) -> None:
     """Print a line on rank 0, and flush stdout."""
     if dist.get_rank() == 0:
         print(line, flush=True)

@@ -67,7 +67,7 @@ def next_token_loss(
     """
     targets = targets.flatten()  # (N,)
     losses = token_losses(logits.flatten(0, -2), targets, label_smoothing, z_loss)
-    return reduce_total(losses.sum(), targets, reduction)
+    return _reduce_total(losses.sum(), targets, reduction)
 
 
 def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
@@ -226,7 +226,7 @@ def chunked_next_token_loss(
     )
     # Divide the sum only now. Gradients of the sum with respect to logits have a size of up to 1.
     # Gradients of the mean would underflow in fp16: the loss scaler acts only in backward.
-    return reduce_total(total, targets, reduction)
+    return _reduce_total(total, targets, reduction)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -245,11 +245,11 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight: Any = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
 
         with torch.autocast(device, enabled=False):
-            weight_cast = cast_and_pad(weight, matmul_dtype)  # (V, D) -> (W, D)
+            weight_cast = _cast_and_pad(weight, matmul_dtype)  # (V, D) -> (W, D)
             total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
             # Memory for the logits of one chunk, which all chunks use in turn
             n_rows = min(chunk_tokens, len(targets))
-            width = round_up(len(weight), VOCAB_MULTIPLE)
+            width = _round_up(len(weight), VOCAB_MULTIPLE)
             memory = hidden.new_empty(n_rows, width, dtype=matmul_dtype)
             for start in range(0, len(targets), chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
@@ -318,21 +318,21 @@ def logits_in_chunks(
             yield logits.to(torch.promote_types(logits.dtype, torch.float32)), chunk_targets
 
 
-def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast the head's weight (V, D), and pad a 16-bit result with zero rows: kernels are faster."""
     if dtype == torch.promote_types(dtype, torch.float32):
         return weight.to(dtype)
-    padded = weight.new_zeros(round_up(len(weight), VOCAB_MULTIPLE), weight.shape[1], dtype=dtype)
+    padded = weight.new_zeros(_round_up(len(weight), VOCAB_MULTIPLE), weight.shape[1], dtype=dtype)
     padded[: len(weight)] = weight
     return padded
 
 
-def round_up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     """Round a number up to a multiple of another number."""
     return -(-number // multiple) * multiple
 
 
-def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
+def _reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """Return the sum of the losses, or their mean over the targets that are not -100."""
     return total / {"sum": 1, "mean": count_targets(targets)}[reduction]
 

@@ -68,22 +68,22 @@ class TextDataModule(pl.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.batch_size = self.lengths.batch.batch_size
-        self.accumulate = self.lengths.batch.accumulate
+        self._batch_size = self.lengths.batch.batch_size
+        self._accumulate = self.lengths.batch.accumulate
         train, seed = self.train, self.seed
         is_mixture = isinstance(train, Mixture)
         order = train.order(seed) if is_mixture else SampleOrder(len_of(train), seed)
         self.batches = TrainBatches(
             order,
-            self.batch_size,
-            self.accumulate,
+            self._batch_size,
+            self._accumulate,
             self.rank,
             self.world_size,
             epoch_steps=self.lengths.epoch_steps,
-            position=lambda: self.step * self.accumulate,
+            position=lambda: self.step * self._accumulate,
         )
-        self.stream = find_stream(train)
-        self.positions = StreamPositions(self.accumulate)
+        self._stream = find_stream(train)
+        self.positions = StreamPositions(self._accumulate)
         self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
         self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
 
@@ -100,8 +100,8 @@ class TextDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its training data. Collective, for a stream."""
         state = {"step": self.step, "read": self.batches.n_read(self.step), "tokens": self.tokens}
-        if self.stream is not None:
-            own = self.positions.after((self.step - self._loaded_step) * self.accumulate)
+        if self._stream is not None:
+            own = self.positions.after((self.step - self._loaded_step) * self._accumulate)
             # Neighbouring ranks that read the same samples have the same part.
             positions = dict(gather((self.rank, own)))
             state["stream"] = [positions[rank] for rank in range(self.world_size)]
@@ -117,7 +117,7 @@ class TextDataModule(pl.LightningDataModule):
         self._loaded_step = state_dict["step"]
         self._loaded_tokens = state_dict["tokens"]
         self.batches.resumed = (self._loaded_step, state_dict["read"])
-        if self.stream is not None and "stream" in state_dict:
+        if self._stream is not None and "stream" in state_dict:
             positions = state_dict["stream"]
             if len(positions) != self.world_size:
                 message = f"the stream was divided over {len(positions)} ranks that read other data"
@@ -127,8 +127,8 @@ class TextDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's training batches, from the run's position on."""
         loader = self._loader(self.train, "data.train", self.batches)
-        loader.read_ahead = self.accumulate
-        loader.positions = None if self.stream is None else self.positions
+        loader.read_ahead = self._accumulate
+        loader.positions = None if self._stream is None else self.positions
         return loader
 
     def val_dataloader(self) -> DataLoader:
@@ -141,20 +141,22 @@ class TextDataModule(pl.LightningDataModule):
 
     def step_samples(self, step: int) -> list[int]:
         """Return the dataset indices of a step, of all ranks, or [] for a stream."""
-        return [] if self.stream is not None else self.batches.step_samples(step).ravel().tolist()
+        return [] if self._stream is not None else self.batches.step_samples(step).ravel().tolist()
 
     def part_of(self, batch_idx: int) -> str | None:
         """Return the part of a batch of the last evaluation loader. None if it has no mixture."""
-        return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
+        return self._eval_parts[self._eval_batches.part_of(batch_idx)] if self._eval_parts else None
 
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
         """Return a loader of this rank's batches of an evaluation."""
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
         lengths = [len_of(part) for part in parts.values() or [dataset]]
-        self.eval_parts = list(parts)
+        self._eval_parts = list(parts)
         limit = self.limits.get(name.removeprefix("data."))
-        self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size, limit)
-        return self._loader(dataset, name, self.eval_batches)
+        self._eval_batches = EvalBatches(
+            lengths, self._batch_size, self.rank, self.world_size, limit
+        )
+        return self._loader(dataset, name, self._eval_batches)
 
     def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
         """Return a loader of the batches whose sample indices a batch sampler yields."""
@@ -164,12 +166,12 @@ class TextDataModule(pl.LightningDataModule):
         n_workers = self.num_workers
         n_ahead = None  # torch's default, 2 batches of each worker
         start_worker: Any = ignore_in_worker
-        if name == "data.train" and self.stream is not None:
+        if name == "data.train" and self._stream is not None:
             reader = StreamReader(dataset, name, n_positions, self.vocab_size)
             n_workers = 1
-            n_ahead = 2 * self.accumulate  # the next step is read while this one is computed
+            n_ahead = 2 * self._accumulate  # the next step is read while this one is computed
             part = (self.seed, self.rank, self.world_size, self.positions.start)
-            start_worker = partial(start_stream_worker, self.stream, part)
+            start_worker = partial(_start_stream_worker, self._stream, part)
         has_workers = n_workers > 0
         return Loader(
             reader,
@@ -228,7 +230,7 @@ class Loader(DataLoader):
             start_s = time.perf_counter()
 
 
-def start_stream_worker(stream: StreamDataset, part: tuple[Any, ...], worker_id: int) -> None:
+def _start_stream_worker(stream: StreamDataset, part: tuple[Any, ...], worker_id: int) -> None:
     """Let a data worker ignore the stop signals, and begin to read its part of a stream."""
     ignore_in_worker(worker_id)
     stream.start(*part)

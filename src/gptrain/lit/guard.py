@@ -33,8 +33,8 @@ from gptrain.loss import NO_TARGET
 
 log = logging.getLogger(__name__)
 # Relative standard deviation of equal values: rounding errors of float32 are not a spike.
-ROUNDING = 1e-6
-KINDS = ("not finite", "a spike", "without a target")
+_ROUNDING = 1e-6
+_KINDS = ("not finite", "a spike", "without a target")
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Spikes:
         means = history.nansum(dim=1) / n_known
         deviations = ((history - means.unsqueeze(1)).square().nansum(dim=1) / n_known).sqrt()
         history[:, column] = values
-        heights = (values - means) / deviations.maximum(ROUNDING * means.abs())
+        heights = (values - means) / deviations.maximum(_ROUNDING * means.abs())
         return ((heights > self.sigma) & (2 * n_known >= self.window)).any()
 
 
@@ -96,14 +96,14 @@ class StepGuard:
 
     def __post_init__(self) -> None:
         self._n_skipped = torch.tensor(0)  # steps that were refused in a row
-        # Step -> whether it is of each of KINDS and whether it ends the run, since the last `read`.
+        # Step -> whether it is of each of _KINDS and whether it ends the run, since the last `read`.
         self._flags: dict[int, Tensor] = {}
 
     def start(self, trainer: Trainer) -> None:
-        """Make the strategy call `decide` in the steps of a training that begins."""
-        self.trainer = trainer
+        """Make the strategy call `_decide` in the steps of a training that begins."""
+        self._trainer = trainer
         strategy = strategy_of(trainer)
-        strategy.decide_step = self.decide
+        strategy.decide_step = self._decide
         self._n_skipped = self._n_skipped.to(strategy.root_device)
         self._has_ended = self._n_skipped < 0  # False
         # The loss scaler of 16-mixed sets found_inf itself, and the host waits for it in each step.
@@ -112,16 +112,16 @@ class StepGuard:
         waits = self._is_scaled or getattr(strategy.parallel.options, "cpu_offload", False)
         self._is_deferred = skips_on_device(trainer.optimizers[0]) and not waits
 
-    def decide(self, optimizer: Optimizer) -> None:
+    def _decide(self, optimizer: Optimizer) -> None:
         """Make the optimizer leave out its update of the current step if the step is bad.
 
         All ranks must call it once per step, after the gradient norm was computed. Raises the
         errors of `read` at once if the optimizer cannot skip the update on the device: it does not
         read `found_inf`, a loss scaler sets that attribute, or the parameters are offloaded.
         """
-        strategy = strategy_of(self.trainer)
+        strategy = strategy_of(self._trainer)
         norm = cast(Tensor, strategy.grad_norm)  # `GPTStrategy.clip` has measured it
-        step = self.trainer.global_step
+        step = self._trainer.global_step
         is_bad = ~norm.isfinite()
         is_spike = torch.zeros_like(is_bad)
         if self.on_spike != "none":
@@ -168,7 +168,7 @@ class StepGuard:
                 samples = self._samples(0)
                 raise DataError(f"data.train: {NO_TARGET} in step 0{samples}; needed: {needed}")
             # A loss scaler skips steps as long as it seeks its scale, which is no news.
-            for kind in compress(KINDS, (is_bad and not self._is_scaled, is_spike, has_no_target)):
+            for kind in compress(_KINDS, (is_bad and not self._is_scaled, is_spike, has_no_target)):
                 log.warning("warning: step %d is %s%s", step, kind, self._samples(step))
         self._flags = {}
 
@@ -183,7 +183,7 @@ class StepGuard:
 
     def _error(self, step: int, is_spike: bool) -> RefusedStepError:
         """Return the error of a step that ends the run."""
-        message = f"step {step} is {KINDS[is_spike]}{self._samples(step)}"
+        message = f"step {step} is {_KINDS[is_spike]}{self._samples(step)}"
         if is_spike or self._is_scaled or self.on_nonfinite == "skip":
             message += f"; {self.max_skips} steps in a row were skipped (max_skips)"
         if is_spike:
@@ -195,7 +195,7 @@ class StepGuard:
 
     def _samples(self, step: int) -> str:
         """Return the samples of a step for a message, or "" if they are not known."""
-        samples = data_of(self.trainer).step_samples(step)
+        samples = data_of(self._trainer).step_samples(step)
         return f"; samples: {labels.shorten(samples)}" if samples else ""
 
 

@@ -30,24 +30,24 @@ class RankEnvironment(TorchElasticEnvironment):
     """
 
     def __init__(self, process: Process, n_local: int):
-        self.process = process
-        self.n_local = n_local
+        self._process = process
+        self._n_local = n_local
 
     def world_size(self) -> int:
         """Return the number of ranks of the job."""
-        return self.process.world_size
+        return self._process.world_size
 
     def global_rank(self) -> int:
         """Return the rank of this process in the job."""
-        return self.process.rank
+        return self._process.rank
 
     def local_rank(self) -> int:
         """Return the rank of this process on its node."""
-        return self.process.local_rank
+        return self._process.local_rank
 
     def node_rank(self) -> int:
         """Return the number of this process's node, from 0."""
-        return self.process.rank // self.n_local
+        return self._process.rank // self._n_local
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Do nothing: accept any number of devices."""

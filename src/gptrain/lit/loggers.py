@@ -20,7 +20,7 @@ from gptrain.checkpoints.files import Row
 from gptrain.checkpoints.lock import read_run_id
 
 STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
-FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
+_FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
 
 
 class JsonLinesLogger(Logger):
@@ -34,13 +34,13 @@ class JsonLinesLogger(Logger):
 
     def __init__(self, save_dir: str):
         super().__init__()
-        self.path = Path(save_dir) / "metrics.jsonl"
+        self._path = Path(save_dir) / "metrics.jsonl"
         self._last_row: Row | None = None  # None before the first write, which is on rank 0 only
 
     @property
     def save_dir(self) -> str:
         """Folder of the file, which Lightning's profilers and callbacks read."""
-        return str(self.path.parent)
+        return str(self._path.parent)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Do nothing: .hydra/config.yaml in the run folder holds the hyperparameters."""
@@ -58,14 +58,14 @@ class JsonLinesLogger(Logger):
         row |= {name: float(value) for name, value in metrics.items() if name != STEP}
         is_same = row[STEP] == last.get(STEP)
         self._last_row = last | row if is_same else row
-        files.append_or_replace(self.path, self._last_row, last if is_same else None)
+        files.append_or_replace(self._path, self._last_row, last if is_same else None)
 
     @rank_zero_only
     def discard_after(self, step: float) -> None:
         """Remove the rows after `step`, and a last row that was written only in part."""
-        rows = [row for row in files.read_rows(self.path) if isinstance(row.get(STEP), int)]
+        rows = [row for row in files.read_rows(self._path) if isinstance(row.get(STEP), int)]
         rows = [row for row in rows if row[STEP] <= step]
-        files.replace(self.path, b"".join(map(files.encode, rows)))
+        files.replace(self._path, b"".join(map(files.encode, rows)))
         self._last_row = rows[-1] if rows else {}
 
 
@@ -74,7 +74,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     def __init__(self, save_dir: str):
         super().__init__(
-            save_dir=save_dir, name="", version="", default_hp_metric=False, flush_secs=FLUSH_S
+            save_dir=save_dir, name="", version="", default_hp_metric=False, flush_secs=_FLUSH_S
         )
 
     @rank_zero_only

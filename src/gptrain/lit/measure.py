@@ -5,11 +5,11 @@ import torch
 from gptrain.core.precision import TYPE_BYTES, find_precision
 from gptrain.costs.hardware import device_of, machine_of
 
-MEASURE_S = 0.1  # duration of the measurement for a device without a data sheet, in seconds
+_MEASURE_S = 0.1  # duration of the measurement for a device without a data sheet, in seconds
 # Sides of the matrices on a CPU and on other devices. Both are large enough for full speed, and one
 # multiplication takes about a millisecond (on a GPU with 1e15 FLOP/s).
-CPU_SIDE = 384
-SIDE = 8192
+_CPU_SIDE = 384
+_SIDE = 8192
 
 
 def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
@@ -36,7 +36,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """
     from torch.utils.benchmark import Timer  # takes 0.1 s, and a known GPU needs none
 
-    side = CPU_SIDE if device.type == "cpu" else SIDE
+    side = _CPU_SIDE if device.type == "cpu" else _SIDE
     generator = torch.Generator(device).manual_seed(0)  # the random numbers of the run stay
     left, right = torch.randn(2, side, side, device=device, dtype=dtype, generator=generator)
     timer = Timer(
@@ -44,7 +44,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
         globals={"left": left, "right": right},
         num_threads=torch.get_num_threads(),
     )
-    return 2 * side**3 / timer.blocked_autorange(min_run_time=MEASURE_S).median
+    return 2 * side**3 / timer.blocked_autorange(min_run_time=_MEASURE_S).median
 
 
 def wait_for(device: torch.device) -> None:

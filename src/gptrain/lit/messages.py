@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from gptrain.core.errors import ConfigError
 
 # Warnings of Lightning that a user of gptrain cannot act on, each by a part of its message.
-HIDDEN_WARNINGS = (
+_HIDDEN_WARNINGS = (
     "isinstance(treespec, LeafSpec)",  # Lightning 2.6 calls a function that torch 2.13 deprecates
     "The number of training batches",  # gptrain logs the last step whatever the interval
     "It is recommended to use `self.log",  # evaluation metrics are reduced over ranks already
@@ -26,9 +26,9 @@ HIDDEN_WARNINGS = (
     "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
     "Please add the following callbacks",  # `allow_changes` has allowed it
 )
-LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
+_LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
 # Beginnings of the RuntimeErrors of Lightning that are about the configuration.
-ABOUT_CONFIG = (
+_ABOUT_CONFIG = (
     "Found more than one stateful callback",
     "Early stopping conditioned on metric",
     "Training with multiple optimizers",
@@ -41,19 +41,19 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 
     Raises:
         ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
-            message begins as in ABOUT_CONFIG. Other errors pass unchanged.
+            message begins as in _ABOUT_CONFIG. Other errors pass unchanged.
     """
     try:
         yield
     except (MisconfigurationException, RuntimeError) as error:
         message = " ".join(str(error).split())
-        if not (isinstance(error, MisconfigurationException) or message.startswith(ABOUT_CONFIG)):
+        if not (isinstance(error, MisconfigurationException) or message.startswith(_ABOUT_CONFIG)):
             raise
         raise ConfigError.of(key, None, message) from error
 
 
 def quiet_lightning() -> None:
-    """Hide Lightning's messages below a warning, and the warnings in HIDDEN_WARNINGS.
+    """Hide Lightning's messages below a warning, and the warnings in _HIDDEN_WARNINGS.
 
     Messages of callbacks stay, and those that a user's code logs by `rank_zero_info`. Hydra has
     configured the handler of the root logger, which gets all messages.
@@ -66,11 +66,11 @@ def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch.callbacks").setLevel(logging.INFO)
     rank_zero_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     rank_zero_log.setLevel(logging.INFO)
-    rank_zero_log.addFilter(is_for_users)  # has no effect if it was added before
-    for message in HIDDEN_WARNINGS:
+    rank_zero_log.addFilter(_is_for_users)  # has no effect if it was added before
+    for message in _HIDDEN_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{re.escape(message)}")
 
 
-def is_for_users(record: logging.LogRecord) -> bool:
+def _is_for_users(record: logging.LogRecord) -> bool:
     """Return whether a record comes from a file outside of Lightning, or is at least a warning."""
-    return record.levelno >= logging.WARNING or not record.pathname.startswith(LIGHTNING_FOLDER)
+    return record.levelno >= logging.WARNING or not record.pathname.startswith(_LIGHTNING_FOLDER)

@@ -74,11 +74,11 @@ class LanguageModel(pl.LightningModule):
         self.net: Net = net
         self._optimizer_factory = make_optimizer
         self._schedule_factory = make_schedule
-        self.loss_options = loss or LossOptions()
+        self._loss_options = loss or LossOptions()
         self.metrics = cast(Mapping[str, Metric], nn.ModuleDict(metrics or {}))
         self.token_bytes: Tensor | None
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        self.eval_sums: dict[str, Tensor] = {}
+        self._eval_sums: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V) of the net for tokens (B, T).
@@ -115,7 +115,7 @@ class LanguageModel(pl.LightningModule):
             IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         batch = Batch(tokens, targets, documents)
-        return self._parallel().mean_loss(self.net, batch, self.loss_options)
+        return self._parallel().mean_loss(self.net, batch, self._loss_options)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Return the loss of a batch, `self.loss(*batch)`."""
@@ -160,7 +160,7 @@ class LanguageModel(pl.LightningModule):
         dtype = sum_dtype(nats.device)
         batch_sums = torch.stack([value.to(dtype) for value in sums])  # (2,) or (3,)
         for name in ("",) if part is None else ("", part):
-            self.eval_sums[name] = self.eval_sums.get(name, 0.0) + batch_sums
+            self._eval_sums[name] = self._eval_sums.get(name, 0.0) + batch_sums
         if self.metrics:
             for logits, chunk_targets in parallel.logits(self.net, batch):
                 for metric in self.metrics.values():
@@ -179,7 +179,7 @@ class LanguageModel(pl.LightningModule):
                 are -100.
         """
         values: dict[str, Tensor] = {}
-        for part, sums in self.eval_sums.items():  # all ranks have the parts in the same order
+        for part, sums in self._eval_sums.items():  # all ranks have the parts in the same order
             nats, n_targets, *n_bytes = self.trainer.strategy.reduce(sums, reduce_op="sum")
             if float(n_targets) == 0:  # the mean loss of no target is not defined
                 name = f"{prefix} (part {part})" if part else prefix
@@ -192,9 +192,9 @@ class LanguageModel(pl.LightningModule):
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                values |= named_scalars(name, self._parallel().broadcast_metric(metric.compute))
+                values |= _named_scalars(name, self._parallel().broadcast_metric(metric.compute))
                 metric.reset()
-        self.eval_sums = {}
+        self._eval_sums = {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def named_net(self) -> dict[str, nn.Parameter]:
@@ -272,7 +272,7 @@ class LanguageModel(pl.LightningModule):
         return Parallel()
 
 
-def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
+def _named_scalars(name: str, value: Any) -> dict[str, Tensor]:
     """Return the scalars of a metric's value by logged name, `name/<key or index>` if several."""
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -280,5 +280,5 @@ def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
         items = list(enumerate(value))
     else:
         return {name: torch.as_tensor(value).reshape(())}
-    parts = [named_scalars(f"{name}/{key}", item) for key, item in items]
+    parts = [_named_scalars(f"{name}/{key}", item) for key, item in items]
     return {key: scalar for part in parts for key, scalar in part.items()}

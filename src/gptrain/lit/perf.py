@@ -26,26 +26,26 @@ class Speed:
     _token_flops = 0
 
     def __init__(self, trainer: pl.Trainer, net: nn.Module | None):
-        self.trainer = trainer
-        self.lengths = data_of(trainer).lengths
-        self.device = trainer.strategy.root_device
+        self._trainer = trainer
+        self._lengths = data_of(trainer).lengths
+        self._device = trainer.strategy.root_device
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             d_head = getattr(net, "d_head", None)
             width = getattr(net, "n_heads", 0) * d_head if d_head else getattr(net, "d_model", 0)
             n_weights = count_matrix_weights(strategy_of(trainer).full_net)
             n_layers = getattr(net, "n_layers", 0)
-            seq_len = self.lengths.sample_tokens
+            seq_len = self._lengths.sample_tokens
             self._token_flops = train_flops_per_token(n_weights, n_layers, width, seq_len)
         if trainer.is_global_zero:
-            self.peak = find_peak(self.device, trainer.precision)
+            self.peak = find_peak(self._device, trainer.precision)
         self.start()
 
     def start(self) -> None:
         """Begin a new interval when the device has done the work that was queued."""
-        wait_for(self.device)
-        waited_s = getattr(self.trainer.train_dataloader, "waited_s", 0.0)
-        self._begin = (self.trainer.global_step, time.perf_counter(), waited_s)
+        wait_for(self._device)
+        waited_s = getattr(self._trainer.train_dataloader, "waited_s", 0.0)
+        self._begin = (self._trainer.global_step, time.perf_counter(), waited_s)
 
     def read(self) -> dict[str, float]:
         """Wait for the device, return the values of the interval that ends, and begin a new one."""
@@ -54,17 +54,17 @@ class Speed:
         steps, seconds, waited_s = (b - a for a, b in zip(begin, self._begin, strict=True))
         n_steps = max(1, steps)
         step_s = seconds / n_steps
-        tokens_per_s = self.lengths.step_tokens / step_s
+        tokens_per_s = self._lengths.step_tokens / step_s
         metrics = {
-            "tokens": float(data_of(self.trainer).tokens),
+            "tokens": float(data_of(self._trainer).tokens),
             "perf/tokens_per_s": tokens_per_s,
             "perf/step_s": step_s,
             "perf/data_wait_s": waited_s / n_steps,
         }
         if self.peak is not None and self._token_flops:
-            flops_per_s = self._token_flops * tokens_per_s / self.trainer.world_size
+            flops_per_s = self._token_flops * tokens_per_s / self._trainer.world_size
             metrics["perf/mfu"] = flops_per_s / self.peak[0]
-        if self.device.type == "cuda":
+        if self._device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
 

@@ -47,14 +47,14 @@ class UserData(Dataset):
 
     def __init__(self, module: pl.LightningDataModule, loader: Any, key: str, world_size: int):
         self.module = module
-        self.world_size = world_size
-        self.loader = loader
+        self._world_size = world_size
+        self._loader = loader
         if not isinstance(loader, DataLoader):
             message = f"its loader is a {type(loader).__name__}; needed: a DataLoader"
             hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
             raise ConfigError.of(key, type(module).__name__, message, hint=hint)
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self.epoch_batches = count_batches(loader, size or 1, world_size)
+        self._epoch_batches = _count_batches(loader, size or 1, world_size)
         if size is None:
             leaves = tree_leaves(self._first_batch())
             size = next((len(leaf) for leaf in leaves if getattr(leaf, "ndim", 0)), 1)
@@ -62,7 +62,7 @@ class UserData(Dataset):
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch on all ranks. Each batch counts as full."""
-        return self.epoch_batches * self.batch_size * self.world_size
+        return self._epoch_batches * self.batch_size * self._world_size
 
     def __getitem__(self, index: int) -> Any:
         """Return the first sample of the first batch, whatever the index."""
@@ -71,7 +71,7 @@ class UserData(Dataset):
 
     def _first_batch(self) -> Any:
         """Return the first batch as the training step gets it, but as a tuple if it is a list."""
-        batch = next(iter(self.loader), None)
+        batch = next(iter(self._loader), None)
         if batch is None:
             raise DataError(f"the loader of {type(self.module).__name__} has no batch")
         # The hooks by which a data module transfers a batch to the device may change it.
@@ -103,7 +103,7 @@ class UserData(Dataset):
         return []
 
 
-def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
+def _count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
     """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream."""
     n_batches = sized_len(loader) or UNKNOWN_LENGTH
     is_divided = isinstance(loader.sampler, DistributedSampler)

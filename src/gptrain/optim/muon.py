@@ -13,11 +13,11 @@ from gptrain.optim.groups import muon_groups
 
 # Coefficients of a x + b x^3 + c x^5, chosen for a steep slope at 0: Jordan et al. 2024,
 # kellerjordan.github.io/posts/muon. These three constants are the defaults of torch.optim.Muon.
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-NEWTON_SCHULZ_STEPS = 5
-NORM_FLOOR = 1e-7  # smallest divisor of a matrix, which may be 0
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_STEPS = 5
+_NORM_FLOOR = 1e-7  # smallest divisor of a matrix, which may be 0
 # Root mean square of AdamW's update, to which Muon's is scaled: arXiv:2502.16982, section 2.2
-ADAMW_RMS = 0.2
+_ADAMW_RMS = 0.2
 
 
 class Muon(torch.optim.Optimizer):
@@ -140,12 +140,12 @@ class Muon(torch.optim.Optimizer):
                 batches.setdefault((parameter.shape, mesh, placements), []).append(parameter)
         is_skipped = None if self.found_inf is None else self.found_inf > 0
         for (shape, *_), parameters in batches.items():
-            step_size = group["lr"] * ADAMW_RMS * math.sqrt(max(shape))
+            step_size = group["lr"] * _ADAMW_RMS * math.sqrt(max(shape))
             decay: Any = 1 - group["lr"] * group["weight_decay"]
             momenta = self._nesterov_momenta(parameters, group["momentum"], is_skipped)
             weights = [_local(parameter) for parameter in parameters]
             # The _foreach functions are fast for tensors of one dtype and one memory layout.
-            updates = orthogonalize_shared(momenta, self.replicas).to(
+            updates = _orthogonalize_shared(momenta, self.replicas).to(
                 weights[0], memory_format=torch.contiguous_format
             )
             if is_skipped is not None:
@@ -190,7 +190,7 @@ def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
-def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
+def _orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
     """Orthogonalize matrices, divide the work among the ranks, and return this rank's shards.
 
     The ranks of the DTensors' mesh, or for plain tensors of `replicas`, exchange shards, so that
@@ -207,7 +207,7 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
     first = matrices[0]
     mesh = first.device_mesh if isinstance(first, DTensor) else replicas
     if mesh is None:
-        return orthogonalize(torch.stack(matrices), native_dtype(first.device))
+        return _orthogonalize(torch.stack(matrices), native_dtype(first.device))
     device = torch.device(mesh.device_type)
     dtype = native_dtype(device)
     replicated = [Replicate()] * mesh.ndim
@@ -222,7 +222,7 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
     gathered = stack.redistribute(placements=replicated) if is_gloo else stack
     stack_by_matrix = gathered.redistribute(placements=by_matrix)
     del gathered
-    local_result = orthogonalize(stack_by_matrix.to_local(), dtype).contiguous()
+    local_result = _orthogonalize(stack_by_matrix.to_local(), dtype).contiguous()
     result = DTensor.from_local(
         local_result,
         mesh,
@@ -236,19 +236,19 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
     return result.redistribute(placements=stack.placements).to_local()
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def _orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each matrix of a batch (N, rows, columns).
 
     Five Newton-Schulz steps bring the singular values to 0.7 to 1.2; those below 0.002 stay
     smaller.
     """
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = _NEWTON_SCHULZ
     is_tall = matrices.size(1) > matrices.size(2)
     # The Gram matrix of a wide matrix is the smaller one.
     wide = (matrices.mT if is_tall else matrices).to(dtype)
     # The Frobenius norm is at least the largest singular value, which becomes at most 1.
-    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=_NORM_FLOOR)
+    for _ in range(_NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         wide = torch.baddbmm(wide, polynomial, wide, beta=a)

@@ -127,10 +127,10 @@ class Parallel:
     dims: ParallelDims = field(default_factory=ParallelDims)
     device: torch.device = CPU
     precision: str = "32-true"
-    net: Any = field(default=None, init=False)
+    _net: Any = field(default=None, init=False)
     step_mean: StepMean | None = field(default=None, init=False)
-    extra_parameters: Sequence[nn.Parameter] = field(default=(), init=False)
-    used: set[str] | None = field(default=None, init=False)
+    _extra_parameters: Sequence[nn.Parameter] = field(default=(), init=False)
+    _used: set[str] | None = field(default=None, init=False)
     forward_only = False
     may_skip_parameters = False
     is_pipeline = False
@@ -142,26 +142,26 @@ class Parallel:
         self.weights_device = "cpu" if getattr(self.options, "cpu_offload", False) else self.device
         self.name = strategy_name(self.options.name, self.dims.world_size)
         self.axes = STRATEGIES[self.name].axes
-        self.shards = isinstance(self.options, ShardedOptions)
-        self.is_partitioned = self.shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})
-        self.mesh = build_mesh(self.device.type, self.dims) if self.axes else None
-        mesh = cast(DeviceMesh, self.mesh)
-        self.shard_mesh = build_shard_mesh(mesh, self.dims) if self.shards else None
-        self.data_group = self.group_along(DATA)
-        is_ddp = self.axes == (DATA,) and not self.shards
+        self._shards = isinstance(self.options, ShardedOptions)
+        self.is_partitioned = self._shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})
+        self._mesh = build_mesh(self.device.type, self.dims) if self.axes else None
+        mesh = cast(DeviceMesh, self._mesh)
+        self._shard_mesh = build_shard_mesh(mesh, self.dims) if self._shards else None
+        self.data_group = self._group_along(DATA)
+        is_ddp = self.axes == (DATA,) and not self._shards
         self.ddp_arguments = ddp_arguments(self.options) if is_ddp else {}
         if is_ddp:  # DDP's own group, without another communicator
             self.data_group = dist.group.WORLD
         # Ranks that average their gradients: those of the data and the context axes.
-        is_shared = CONTEXT in self.axes and self.shard_mesh is not None
-        self.gradient_group = self.shard_mesh.get_group() if is_shared else self.data_group
-        self.finds_unused = getattr(self.options, "find_unused_parameters", True)
+        is_shared = CONTEXT in self.axes and self._shard_mesh is not None
+        self._gradient_group = self._shard_mesh.get_group() if is_shared else self.data_group
+        self._finds_unused = getattr(self.options, "find_unused_parameters", True)
         is_split = TENSOR in self.axes  # the rows of the head
-        self.chunked_loss: Any = vocab_parallel_loss if is_split else chunked_next_token_loss
+        self._chunked_loss: Any = vocab_parallel_loss if is_split else chunked_next_token_loss
 
-    def group_along(self, axis: str) -> dist.ProcessGroup | None:
+    def _group_along(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's group along an axis of the mesh, such as "data"; None if `single`."""
-        return None if self.mesh is None else self.mesh.get_group(axis)
+        return None if self._mesh is None else self._mesh.get_group(axis)
 
     def compile_loss(self) -> None:
         """Compile the cross entropy of the chunked loss, on a CUDA device.
@@ -171,7 +171,7 @@ class Parallel:
         """
         if self.device.type == "cuda" and TENSOR not in self.axes:
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
-            self.chunked_loss = partial(chunked_next_token_loss, cross_entropy=compiled)
+            self._chunked_loss = partial(chunked_next_token_loss, cross_entropy=compiled)
 
     # Partitioning, while the net is built
 
@@ -181,19 +181,19 @@ class Parallel:
         Splits the net, applies the modes of `apply_activation_checkpointing` and `apply_compile`,
         and then FSDP2. The errors are those of these functions.
         """
-        self.split(net)
+        self._split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
-        if self.shard_mesh is not None:
-            apply_fsdp(net, self.shard_mesh, self.options, self.precision)
+        if self._shard_mesh is not None:
+            apply_fsdp(net, self._shard_mesh, self.options, self.precision)
 
-    def split(self, net: Net) -> None:
+    def _split(self, net: Net) -> None:
         """Split layers and sequences in place, before activation checkpointing and compile."""
-        self.net = net
+        self._net = net
         if TENSOR in self.axes:
-            apply_tensor_parallel(net, cast(DeviceMesh, self.mesh))
+            apply_tensor_parallel(net, cast(DeviceMesh, self._mesh))
         if CONTEXT in self.axes:
-            apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)))
+            apply_context_parallel(net, cast(Any, self._group_along(CONTEXT)))
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Set what depends on the LightningModule and its optimizer, once both are built.
@@ -204,14 +204,14 @@ class Parallel:
         """
         if hasattr(optimizer, "replicas"):
             # Ranks that hold the same weights and gradients can divide the work of Muon.
-            has_copies = DATA in self.axes and not self.shards
-            cast(Any, optimizer).replicas = cast(Any, self.mesh)[DATA] if has_copies else None
+            has_copies = DATA in self.axes and not self._shards
+            cast(Any, optimizer).replicas = cast(Any, self._mesh)[DATA] if has_copies else None
         if not self.is_partitioned:
             return
-        self.extra_parameters = [*state.named_extra_parameters(module).values()]
-        if self.may_skip_parameters and isinstance(self.net, FSDPModule):
-            self.used = watch_use(self.net)
-        plain = {*self.extra_parameters}  # all others are DTensors, except in a pipeline
+        self._extra_parameters = [*state.named_extra_parameters(module).values()]
+        if self.may_skip_parameters and isinstance(self._net, FSDPModule):
+            self._used = watch_use(self._net)
+        plain = {*self._extra_parameters}  # all others are DTensors, except in a pipeline
         for group in optimizer.param_groups if not self.is_pipeline else ():
             if isinstance(optimizer, SGD | Adagrad) and group["fused"]:
                 group["fused"] = None  # torch chooses the implementation
@@ -232,11 +232,11 @@ class Parallel:
         Raises:
             IncompatibleModelError: If the net does not return logits (B, T, V).
         """
-        divisor = self.count_and_get_divisor(batch.targets)
+        divisor = self._count_and_get_divisor(batch.targets)
         total = self.loss_sum(net, batch, options)
         return total / divisor.to(total.dtype)
 
-    def count_and_get_divisor(self, targets: Tensor) -> Tensor:
+    def _count_and_get_divisor(self, targets: Tensor) -> Tensor:
         """Return the divisor of `mean_loss`, a scalar, and count targets (B, T) in `step_mean`."""
         if self.step_mean is not None and torch.is_grad_enabled():
             return self.step_mean.count_and_get_divisor(targets)
@@ -251,7 +251,7 @@ class Parallel:
         """
         tokens, targets, documents = batch
         layout: dict[str, Any] = layout_argument(documents)
-        group = self.group_along(CONTEXT) if CONTEXT in self.axes else None
+        group = self._group_along(CONTEXT) if CONTEXT in self.axes else None
         if group is not None:
             part = part_layout(tokens, group, **layout)
             # The targets were shifted before they are divided, so the target of a part's last
@@ -278,7 +278,7 @@ class Parallel:
         arguments: dict[str, Any] = {"reduction": "sum", **asdict(options)}
         if net.head.bias is not None:
             return next_token_loss(net.head(hidden), targets, **arguments)
-        return self.chunked_loss(hidden, net.head.weight, targets, **arguments)
+        return self._chunked_loss(hidden, net.head.weight, targets, **arguments)
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the logits (B, T, V) of a full net by `hidden` and `head`. Ignores `targets`."""
@@ -306,7 +306,7 @@ class Parallel:
     @cached_property
     def partial_parameters(self) -> list[nn.Parameter]:
         """Parameters whose full gradient is the sum of the gradients of all tensor ranks."""
-        return partial_parameters(self.net) if TENSOR in self.axes else []
+        return partial_parameters(self._net) if TENSOR in self.axes else []
 
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass. Collective.
@@ -318,22 +318,22 @@ class Parallel:
             IncompatibleModelError: If the ranks use different parameters, without
                 `strategy.find_unused_parameters`.
         """
-        self.average(self.extra_parameters)
-        group = self.gradient_group
-        if self.used is not None and group is not None:
-            named = self.net.named_parameters()
-            is_used = {p: name in self.used for name, p in named if p.requires_grad}
-            self.used.clear()
-            check_use(is_used, group, self.finds_unused)
+        self._average(self._extra_parameters)
+        group = self._gradient_group
+        if self._used is not None and group is not None:
+            named = self._net.named_parameters()
+            is_used = {p: name in self._used for name, p in named if p.requires_grad}
+            self._used.clear()
+            check_use(is_used, group, self._finds_unused)
         if TENSOR in self.axes:
-            sum_gradients(self.partial_parameters, cast(Any, self.group_along(TENSOR)))
+            sum_gradients(self.partial_parameters, cast(Any, self._group_along(TENSOR)))
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average gradients over `gradient_group`. Collective. Errors as in `finish_gradients`."""
-        group = self.gradient_group
+        group = self._gradient_group
         if group is not None and group.size() > 1:
             is_used = {p: p.grad is not None for p in parameters if p.requires_grad}
-            check_use(is_used, group, self.finds_unused)
+            check_use(is_used, group, self._finds_unused)
             sum_gradients(is_used, group, divisor=group.size())
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:

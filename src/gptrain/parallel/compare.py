@@ -13,7 +13,7 @@ of both nets are compared, with the same weights, on one small batch:
 
 Both nets are built on the device of the rank in float64, in which rounding errors are far smaller
 than real differences, or in float32 if the net fails in float64. Noise is added to the weights,
-because a head of zeros would hide differences. Of a net with more than `MAX_PARAMETERS` parameters
+because a head of zeros would hide differences. Of a net with more than `_MAX_PARAMETERS` parameters
 only the first blocks are compared. `model.compile` is not applied.
 """
 
@@ -44,14 +44,14 @@ from gptrain.parallel.requirements import IncompatibleModelError, tied_names
 
 log = logging.getLogger(__name__)
 
-MAX_PARAMETERS = 2**27  # GPT-2 with 124 M parameters is compared with all of its blocks
-N_TOKENS = 32  # largest number of positions of a sample
+_MAX_PARAMETERS = 2**27  # GPT-2 with 124 M parameters is compared with all of its blocks
+_N_TOKENS = 32  # largest number of positions of a sample
 # Largest difference, as a fraction of the largest value. Under float64, parts of a net that always
 # compute in float32 cause differences of about 1e-6.
-TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
-LIBRARIES = ("gptrain.models.", "torch.nn.modules.")
-LOGITS, GRADIENT = "the output", "the gradient of "
-Tensors = dict[str, Tensor]  # by the names that a message shows
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
+_LIBRARIES = ("gptrain.models.", "torch.nn.modules.")
+_LOGITS, _GRADIENT = "the output", "the gradient of "
+_Tensors = dict[str, Tensor]  # by the names that a message shows
 
 
 def is_of_library(net: nn.Module) -> bool:
@@ -60,7 +60,7 @@ def is_of_library(net: nn.Module) -> bool:
     A layer with a buffer, a forward hook, or a method that was replaced on the object is changed.
     """
     return all(
-        type(part).__module__.startswith(LIBRARIES)
+        type(part).__module__.startswith(_LIBRARIES)
         and not {"forward", "embed", "hidden"} & vars(part).keys()
         and not (part._forward_hooks or part._forward_pre_hooks or part._buffers)
         for part in net.modules()
@@ -102,9 +102,9 @@ class Comparison:
         parallel, sample = self.parallel, from_rank_0(sample)
         reason, dtype_before = "", torch.get_default_dtype()
         try:
-            for dtype, is_padded in product(TOLERANCES, (True, False)):
+            for dtype, is_padded in product(_TOLERANCES, (True, False)):
                 torch.set_default_dtype(dtype)
-                batch = make_batch(sample, parallel, is_padded)
+                batch = _make_batch(sample, parallel, is_padded)
                 self._compare_in_training(batch)
                 if not (reason := self._compare_partitioned(batch)):
                     return
@@ -125,7 +125,7 @@ class Comparison:
 
         def difference(compute_logits: Callable[..., Tensor], mode: str) -> str:
             found, reason = self._run(batch, compute_logits, mode, training=True)
-            return from_rank_0(reason or first_difference(expected, found))
+            return from_rank_0(reason or _first_difference(expected, found))
 
         if self.mode != "none" and (text := difference(net_logits, self.mode)):
             message = f"in training {text} if blocks run twice; allowed: none"
@@ -156,14 +156,14 @@ class Comparison:
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except Exception as error:  # a user's net can raise anything
-            raise self._error(first_cause(error)) from error
-        found = ({LOGITS: torch.cat(chunks)} if chunks else {}) | self._gradients(net)
+            raise self._error(_first_cause(error)) from error
+        found = ({_LOGITS: torch.cat(chunks)} if chunks else {}) | self._gradients(net)
         for name, parameter in self._parameters(net).items():
-            if (full := expected.get(GRADIENT + name)) is not None:
+            if (full := expected.get(_GRADIENT + name)) is not None:
                 shard = shard_like(full.to(parameter.device), parameter)
-                expected[GRADIENT + name] = local_shard(shard)
+                expected[_GRADIENT + name] = local_shard(shard)
         # The last stage of a pipeline has the logits.
-        if text := _first(reversed(gather(first_difference(expected, found)))):
+        if text := _first(reversed(gather(_first_difference(expected, found)))):
             raise self._error(text)
         return ""
 
@@ -173,7 +173,7 @@ class Comparison:
         compute_logits: Callable[..., Tensor] = net_logits,
         activation_checkpointing: str = "none",
         training: bool = False,
-    ) -> tuple[Tensors, str]:
+    ) -> tuple[_Tensors, str]:
         """Return what a plain net computes and changes, and the cause if it fails."""
         try:
             net = self._build(self.parallel.device).train(training)
@@ -182,16 +182,16 @@ class Comparison:
             if logits.requires_grad:
                 F.cross_entropy(logits, batch.targets.flatten()).backward()
         except Exception as error:  # a user's net can raise anything
-            return {}, first_cause(error)
+            return {}, _first_cause(error)
         drawn = [float(torch.rand(())), random.random(), numpy.random.rand()]
-        results = {LOGITS: logits.detach(), "the use of random numbers": torch.tensor(drawn)}
+        results = {_LOGITS: logits.detach(), "the use of random numbers": torch.tensor(drawn)}
         results |= {f"the buffer {name}": buffer for name, buffer in net.named_buffers()}
         return results | self._gradients(net), ""
 
     def _build(self, device: torch.device | str) -> Any:
         """Build the plain net with noise in its weights, and seed the generators it may use."""
         _seed()
-        net = make_net_on(device, self.make_net, lambda net: prepare_net(net, self.parallel))
+        net = make_net_on(device, self.make_net, lambda net: _prepare_net(net, self.parallel))
         on = self.parallel.device
         for name, parameter in net.named_parameters():
             if parameter.is_floating_point():
@@ -207,10 +207,10 @@ class Comparison:
         first_names = tied_names(self.full_net)
         return {first_names.get(n, n): p for n, p in reversed([*net.named_parameters()])}
 
-    def _gradients(self, net: nn.Module) -> Tensors:
+    def _gradients(self, net: nn.Module) -> _Tensors:
         """Return this rank's shards of the gradients by name. A missing one counts as zeros."""
         return {
-            GRADIENT + name: local_shard(torch.zeros_like(p) if p.grad is None else p.grad)
+            _GRADIENT + name: local_shard(torch.zeros_like(p) if p.grad is None else p.grad)
             for name, p in self._parameters(net).items()
             if p.requires_grad
         }
@@ -222,30 +222,30 @@ class Comparison:
         return IncompatibleModelError(key, f"{message}; gptrain.models has what a net must do")
 
 
-def first_difference(expected: Tensors, found: Tensors) -> str:
+def _first_difference(expected: _Tensors, found: _Tensors) -> str:
     """Return "<name> differs" for the first tensor in `found` that is not as expected, or "".
 
-    `expected` may hold more. TOLERANCES has the allowed difference, by torch's default dtype.
+    `expected` may hold more. _TOLERANCES has the allowed difference, by torch's default dtype.
     """
-    tolerance = TOLERANCES[torch.get_default_dtype()]
+    tolerance = _TOLERANCES[torch.get_default_dtype()]
     pairs = {name: (_comparable(expected[name]), _comparable(found[name])) for name in found}
     scales = {
         n: float(a.abs().nan_to_num().max()) if a.numel() else 0.0 for n, (a, _) in pairs.items()
     }
-    least = 1e-2 * max((scales[n] for n in scales if n.startswith(GRADIENT)), default=0.0)
+    least = 1e-2 * max((scales[n] for n in scales if n.startswith(_GRADIENT)), default=0.0)
     for name, (a, b) in pairs.items():
-        bound = tolerance * max(scales[name], least if name.startswith(GRADIENT) else 0.0)
+        bound = tolerance * max(scales[name], least if name.startswith(_GRADIENT) else 0.0)
         if a.shape != b.shape or not torch.allclose(b, a, rtol=0.0, atol=bound, equal_nan=True):
             return f"{name} differs"
     return ""
 
 
-def make_batch(sample: Tensor, parallel: Parallel, is_padded: bool) -> Batch:
+def _make_batch(sample: Tensor, parallel: Parallel, is_padded: bool) -> Batch:
     """Return beginnings of rotated copies of a sample, of a length that has to be padded or not.
 
     A net that takes some lengths only, as one with windows, may fail with the first.
     """
-    n_tokens, n_ranks = min(len(sample), N_TOKENS), parallel.dims.tensor * parallel.dims.context
+    n_tokens, n_ranks = min(len(sample), _N_TOKENS), parallel.dims.tensor * parallel.dims.context
     if is_padded and n_ranks > 1 and n_tokens % n_ranks == 0:
         n_tokens -= 1
     n_rows = max(2, parallel.microbatches)
@@ -254,18 +254,18 @@ def make_batch(sample: Tensor, parallel: Parallel, is_padded: bool) -> Batch:
     return Batch(tokens, tokens.roll(-1, 1))
 
 
-def prepare_net(net: nn.Module, parallel: Parallel) -> None:
+def _prepare_net(net: nn.Module, parallel: Parallel) -> None:
     """Set evaluation mode and the default dtype of a full net. Of a large net keep few blocks."""
     blocks = net._modules.get("blocks")
     n_parameters = sum(parameter.numel() for parameter in net.parameters())
-    if n_parameters > MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):
+    if n_parameters > _MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):
         net.blocks = blocks[: max(2, parallel.n_stages)]
     net.eval()
     if torch.get_default_dtype() == torch.float64:
         net.double()  # unlike .to(), double() keeps complex buffers
 
 
-def first_cause(error: BaseException) -> str:
+def _first_cause(error: BaseException) -> str:
     """Return "type: message" of the first exception in a chain of causes, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__

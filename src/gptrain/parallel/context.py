@@ -43,16 +43,16 @@ class PartLayout(SequenceLayout):
 
 def apply_context_parallel(net: Net, group: dist.ProcessGroup) -> None:
     """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place."""
-    exchange = AllToAllHeads(group)
+    exchange = _AllToAllHeads(group)
     for name, attention in net.named_modules():
         if any(fnmatch(name, pattern) for pattern in net.context_plan):
             attention.exchange = exchange
     for name in ("forward", "hidden"):
         if hasattr(net, name):
-            setattr(net, name, partial(run_part, getattr(net, name), group))
+            setattr(net, name, partial(_run_part, getattr(net, name), group))
 
 
-def run_part(
+def _run_part(
     method: Callable[..., Tensor],
     group: dist.ProcessGroup,
     tokens: Tensor,
@@ -93,7 +93,7 @@ def part_layout(
     )
 
 
-class AllToAllHeads:
+class _AllToAllHeads:
     """Collective exchanges of attention, described at `context_plan` in `gptrain.models`."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -111,7 +111,7 @@ class AllToAllHeads:
             k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
         parts = [x.unflatten(2, (n_ranks, -1)).movedim(2, 0) for x in (q, k, v)]
         by_heads = torch.cat(parts, 3)  # (n, B, t, h + 2 g, K)
-        by_positions = exchange_rows(by_heads, self.group).movedim(0, 1)  # (B, n, t, ...)
+        by_positions = _exchange_rows(by_heads, self.group).movedim(0, 1)  # (B, n, t, ...)
         sizes = [part.shape[3] for part in parts]
         q, k, v = by_positions.flatten(1, 2).split(sizes, 2)  # (B, T', h, K), (B, T', g, K)
         return q, k, v
@@ -119,10 +119,10 @@ class AllToAllHeads:
     def to_positions(self, y: Tensor) -> Tensor:
         """Exchange results (B, T', h, K) of own heads for those (B, t, H, K) of own positions."""
         by_positions = y.unflatten(1, (self.group.size(), -1)).movedim(1, 0)  # (n, B, t, h, K)
-        by_heads = exchange_rows(by_positions, self.group)
+        by_heads = _exchange_rows(by_positions, self.group)
         return by_heads.movedim(0, 2).flatten(2, 3)
 
 
-def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send row r of (n, ...) to rank r, and return the n rows that the ranks have sent to this."""
     return wait_tensor(all_to_all_single_autograd(rows.contiguous(), None, None, group))

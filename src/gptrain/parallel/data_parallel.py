@@ -28,7 +28,7 @@ from gptrain.parallel.requirements import Net
 
 # Argument of DistributedDataParallel that broadcasts buffers before each forward pass. torch 2.13
 # renamed the argument. GPTStrategy.synchronize_buffers does it once per step.
-SYNC_BUFFERS = (
+_SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
@@ -38,7 +38,7 @@ SYNC_BUFFERS = (
 def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
     """Return the keyword arguments of DistributedDataParallel for the options of a strategy."""
     keys = DDPOptions.model_fields.keys() - StrategyOptions.model_fields.keys() - {"comm_hook"}
-    return {key: getattr(options, key) for key in keys} | {SYNC_BUFFERS: False}
+    return {key: getattr(options, key) for key in keys} | {_SYNC_BUFFERS: False}
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:

@@ -19,13 +19,13 @@ LONG_PHASE_S = 3600.0  # time that compiling or writing a checkpoint may take, i
 # Axes, the outermost first. Tensor parallelism communicates most, so the ranks of a tensor group
 # are neighbours, which usually share a node and its fast links. Ranks that share a sequence come
 # next. Pipeline stages communicate least and may be on different nodes.
-AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
+_AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
 
 
 def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
     """Build the device mesh with the four axes, also those of one rank. Collective."""
-    sizes = tuple(getattr(dims, axis) for axis in AXES)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    sizes = tuple(getattr(dims, axis) for axis in _AXES)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=_AXES)
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
@@ -73,7 +73,7 @@ def start_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     store.add("ranks", 1)
-    wait_until(lambda: store.add("ranks", 0) >= world_size, f"all {world_size} ranks", timeout_s)
+    _wait_until(lambda: store.add("ranks", 0) >= world_size, f"all {world_size} ranks", timeout_s)
     if "nccl" in backend:
         # NCCL ends the process without a message. The watchdog comes first, which allows an hour
         # for compiling and for writing a checkpoint.
@@ -110,11 +110,11 @@ def after_rank_0(
         result = function()
         store.set(key, "1")
         return result
-    wait_until(lambda: store.check([key]), "rank 0", timeout_s)
+    _wait_until(lambda: store.check([key]), "rank 0", timeout_s)
     return function()
 
 
-def wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> None:
+def _wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> None:
     """Wait until `is_true()`, or raise a TimeoutError that names `ranks`. Signal handlers run."""
     end_s = time.monotonic() + timeout_s
     while not is_true():

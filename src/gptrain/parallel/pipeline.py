@@ -30,12 +30,12 @@ from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
 from gptrain.parallel.state import Stages
 
-CHANGED = (
+_CHANGED = (
     "a term of the loss or a hook has changed gradients, of which a rank has those of its stages; "
     "return self.loss(...) alone, and clip by trainer.gradient_clip_val or self.clip_gradients"
 )
 # Function of hidden states (b, T, D) after the final norm and targets (b, T) -> scalar loss.
-Loss = Callable[[Tensor, Tensor], Tensor]
+_Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Pipeline(Parallel):
@@ -63,29 +63,29 @@ class Pipeline(Parallel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mesh = cast(DeviceMesh, self.mesh)
-        self.group = mesh.get_group(PIPELINE)
-        self.rank = mesh.get_local_rank(PIPELINE)
+        mesh = cast(DeviceMesh, self._mesh)
+        self._group = mesh.get_group(PIPELINE)
+        self._rank = mesh.get_local_rank(PIPELINE)
         self.n_stages = self.dims.pipeline
-        self.last = self.n_stages - 1
+        self._last = self.n_stages - 1
         self.microbatches = count_microbatches(self.options.microbatches, self.n_stages)
-        if self.last:
+        if self._last:
             # new_subgroups_by_enumeration is collective: every rank creates the groups of all
             # pipelines, one pipeline for each rank of the data axis.
             ends = mesh.mesh[[0, -1], :, 0, 0].T.tolist()
-            self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
-        self._loss: Loss  # loss function of the current run of a schedule
+            self._ends_group, _ = dist.new_subgroups_by_enumeration(ends)
+        self._loss: _Loss  # loss function of the current run of a schedule
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
-    def split(self, net: Net) -> None:
+    def _split(self, net: Net) -> None:
         """Keep only this rank's stage in the net, in place.
 
         `net.forward` and `net.hidden` then raise an IncompatibleModelError.
         """
-        self.net = net
+        self._net = net
         self._schedule = cache(self._build_schedule)
-        self.stages = Stages(self.group, tied_names(net) if self.last else {})
-        keep_stage(net, self.rank, self.n_stages)
+        self.stages = Stages(self._group, tied_names(net) if self._last else {})
+        _keep_stage(net, self._rank, self.n_stages)
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
@@ -95,14 +95,14 @@ class Pipeline(Parallel):
         first rank counts them.
         """
         super().prepare(module, optimizer)
-        shared = {*self.tied_parameters, *self.extra_parameters}
-        self.counted_on_other_stage = shared if self.rank else set()
+        shared = {*self._tied_parameters, *self._extra_parameters}
+        self._counted_on_other_stage = shared if self._rank else set()
 
     @cached_property
-    def tied_parameters(self) -> list[nn.Parameter]:
+    def _tied_parameters(self) -> list[nn.Parameter]:
         """Parameters that both the first and the last rank hold; empty on all other ranks."""
         names = {*self.stages.aliases, *self.stages.aliases.values()}
-        return [parameter for name, parameter in self.net.named_parameters() if name in names]
+        return [parameter for name, parameter in self._net.named_parameters() if name in names]
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the logits (B, T, V) of a full net, by the parts that the stages run in turn."""
@@ -119,7 +119,7 @@ class Pipeline(Parallel):
         """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, batch, options)
-        divisor = self.count_and_get_divisor(batch.targets)
+        divisor = self._count_and_get_divisor(batch.targets)
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             total = self.head_loss(net, hidden, targets, options)
@@ -133,10 +133,10 @@ class Pipeline(Parallel):
         for parameter, gradient in before.items():
             parameter.grad = gradient
         anchor = torch.ones((), requires_grad=True, device=total.device)
-        return _LossWithGradients.apply(anchor, total, partial(self.add_gradients, gradients))
+        return _LossWithGradients.apply(anchor, total, partial(self._add_gradients, gradients))
 
     @torch.no_grad()
-    def add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
+    def _add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
         """Run `check_gradients`, scale gradients in place by `factor`, and add them to `grad`."""
         self.check_gradients()
         if gradients:  # a stage may have no trained parameter
@@ -149,7 +149,7 @@ class Pipeline(Parallel):
 
     def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the sum of the losses in nats of a batch, without gradients. Collective."""
-        return self.evaluate(batch, partial(self.head_loss, net, options=options))
+        return self._evaluate(batch, partial(self.head_loss, net, options=options))
 
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what `Parallel.logits` yields, on the last stage only. All ranks must iterate."""
@@ -159,18 +159,18 @@ class Pipeline(Parallel):
             outputs.append((hidden, targets))
             return hidden.new_zeros(())
 
-        self.evaluate(batch, keep)
+        self._evaluate(batch, keep)
         for hidden, microbatch_targets in outputs:
             yield from logits_in_chunks(hidden, net.head, microbatch_targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
         """Compute a metric on the last stage, and return the value on all ranks of the pipeline."""
-        value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self.rank == self.last else None]
-        dist.broadcast_object_list(value, group=self.group, group_src=self.last)
+        value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self._rank == self._last else None]
+        dist.broadcast_object_list(value, group=self._group, group_src=self._last)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
+    def _evaluate(self, batch: Batch, loss: _Loss) -> Tensor:
         """Return the sum of `loss` over the microbatches, without gradients. Collective.
 
         The last stage calls `loss(hidden, targets)` with hidden states (b, T, D) behind the final
@@ -186,15 +186,15 @@ class Pipeline(Parallel):
         """
         self.check_gradients()
         super().finish_gradients()
-        if self.tied_parameters:
-            sum_gradients(self.tied_parameters, self.ends_group)
-        self.average(self.net.parameters())
+        if self._tied_parameters:
+            sum_gradients(self._tied_parameters, self._ends_group)
+        self._average(self._net.parameters())
         self._seen = self._versions()
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip the gradients of all stages, as in `Parallel.measure_and_clip`. Collective."""
-        counted = self.counted_on_other_stage
-        norm = clip_grad_norm(parameters, max_norm, self.group, counted)
+        counted = self._counted_on_other_stage
+        norm = clip_grad_norm(parameters, max_norm, self._group, counted)
         self._seen = self._versions()
         return norm
 
@@ -202,21 +202,21 @@ class Pipeline(Parallel):
         """Raise an IncompatibleModelError if other code has changed the gradients of the net."""
         for parameter, version in self._versions().items():
             if version != self._seen.get(parameter):
-                raise IncompatibleModelError("strategy.name", CHANGED)
+                raise IncompatibleModelError("strategy.name", _CHANGED)
 
     def _versions(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Return the identity and the version counter of each gradient, by its parameter."""
-        parameters = ((p, p.grad) for p in self.net.parameters())
+        parameters = ((p, p.grad) for p in self._net.parameters())
         return {p: (id(grad), grad._version) for p, grad in parameters if grad is not None}
 
-    def _run(self, training: bool, microbatches: int, batch: Batch, loss: Loss) -> Tensor:
+    def _run(self, training: bool, microbatches: int, batch: Batch, loss: _Loss) -> Tensor:
         """Run a schedule and return the sum of `loss` over the microbatches, on every rank."""
         tokens, targets, documents = batch
         schedule = self._schedule(training, microbatches, tokens.shape, tokens.device)
         self._loss = loss
         losses: list[Tensor] = []
-        inputs = (tokens.contiguous(),) if self.rank == 0 else ()  # torch 2.11 compares strides
-        outputs = {"target": targets, "losses": losses} if self.rank == self.last else {}
+        inputs = (tokens.contiguous(),) if self._rank == 0 else ()  # torch 2.11 compares strides
+        outputs = {"target": targets, "losses": losses} if self._rank == self._last else {}
         run = schedule.step if training else schedule.eval
         # The schedule divides the documents into microbatches and passes them to every stage.
         options = {} if documents is None else {"documents": documents}
@@ -226,17 +226,17 @@ class Pipeline(Parallel):
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
         for loss_of_part in losses:
             total += loss_of_part.detach()
-        dist.broadcast(total, group=self.group, group_src=self.last)
+        dist.broadcast(total, group=self._group, group_src=self._last)
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, shape: Any, device: torch.device):
         """Return a schedule of torch for this stage. Its first batch fixes its shapes."""
-        stage = Stage(self.net, self.rank == 0, self.rank == self.last)
+        stage = _Stage(self._net, self._rank == 0, self._rank == self._last)
         # With forward passes only, all schedules are the same. GPipe accepts any number of
         # microbatches.
         name = self.options.schedule if training else "gpipe"
         return get_schedule_class(name)(  # get_schedule_class ignores case
-            PipelineStage(stage, self.rank, self.n_stages, device, group=self.group),
+            PipelineStage(stage, self._rank, self.n_stages, device, group=self._group),
             microbatches,
             loss_fn=lambda hidden, targets: self._loss(hidden, targets),
             scale_grads=False,
@@ -257,7 +257,7 @@ class _LossWithGradients(torch.autograd.Function):
         return None, None, None
 
 
-class Stage(nn.Module):
+class _Stage(nn.Module):
     """Run one stage, without the head: tokens (b, T) or activations -> activations (b, T, D)."""
 
     def __init__(self, net: Net, is_first: bool, is_last: bool):
@@ -280,7 +280,7 @@ class Stage(nn.Module):
             return self.net.norm(x) if self.is_last else x
 
 
-def keep_stage(net: Net, stage: int, n_stages: int) -> None:
+def _keep_stage(net: Net, stage: int, n_stages: int) -> None:
     """Remove from a net, in place, all layers that do not belong to a stage, and keep all names.
 
     The last stage keeps `norm` and `head`, the first one all others that `embed` may use.

@@ -55,7 +55,7 @@ def make_net_on(
     for name, parameter in net.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype)
         cast(Any, net).init_parameter(first_names.get(name, name), full)
-        copy_from_full(parameter, full)
+        _copy_from_full(parameter, full)
     return net
 
 
@@ -69,7 +69,7 @@ def allocate(net: nn.Module, device: torch.device | str) -> None:
 
 
 @torch.no_grad()
-def copy_from_full(target: Tensor, full: Tensor) -> None:
+def _copy_from_full(target: Tensor, full: Tensor) -> None:
     """Copy a full tensor into `target`, or only this rank's shard if `target` is a DTensor."""
     if isinstance(target, DTensor):
         full, mesh = full.detach(), target.device_mesh
@@ -80,7 +80,7 @@ def copy_from_full(target: Tensor, full: Tensor) -> None:
 def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     """Shard a full tensor in the same way as a parameter, without communication."""
     sharded = torch.empty_like(parameter.detach(), dtype=full.dtype)
-    copy_from_full(sharded, full)
+    _copy_from_full(sharded, full)
     return sharded
 
 

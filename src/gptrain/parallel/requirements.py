@@ -59,10 +59,10 @@ def check_fit(
             raise IncompatibleModelError(key, f"{message}; allowed: none")
     if documents:
         check_layout(net)
-    check_split(net, dims)
+    _check_split(net, dims)
 
 
-def check_split(net: Net, dims: ParallelDims) -> None:
+def _check_split(net: Net, dims: ParallelDims) -> None:
     """Raise an IncompatibleModelError if ranks cannot divide the heads or the blocks of a net."""
     for axis, names in {"tensor": ("n_kv_heads", "n_heads"), "context": ("n_heads",)}.items():
         n_ranks = getattr(dims, axis)

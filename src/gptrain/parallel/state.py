@@ -20,13 +20,13 @@ from gptrain.checkpoints.tensors import SavedTensors
 from gptrain.parallel.mesh import gather
 from gptrain.parallel.requirements import tied_names
 
-Parameters = Mapping[str, nn.Parameter]
-Shapes = Mapping[str, tuple[int, ...]]
-Values = dict[str, dict[str, Any]]  # name of a parameter -> kind, such as `exp_avg` -> value
+_Parameters = Mapping[str, nn.Parameter]
+_Shapes = Mapping[str, tuple[int, ...]]
+_Values = dict[str, dict[str, Any]]  # name of a parameter -> kind, such as `exp_avg` -> value
 # Prefix, in a checkpoint, of the names of a LightningModule's tensors outside `net`.
 EXTRA_PREFIX = "module."
 NET = "net."
-TABLE = "position_embedding"  # role in tensor_plan
+_TABLE = "position_embedding"  # role in tensor_plan
 _SHOWN = 8  # largest number of names in a message. A net of another width differs in every tensor
 
 
@@ -84,7 +84,7 @@ def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str,
 
 
 def optimizer_state(
-    parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
+    parameters: _Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> dict[str, Any]:
     """Return the optimizer's state by parameter names. All ranks of a pipeline must call it.
 
@@ -104,7 +104,7 @@ def optimizer_state(
         for group in optimizer.param_groups
     ]
     tensors: dict[str, Tensor] = {}
-    values: Values = {}
+    values: _Values = {}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -184,7 +184,7 @@ def load_net_state(
 
 
 def _compare(
-    own: Shapes, saved: Shapes, tables: Mapping[str, int | None], strict: bool
+    own: _Shapes, saved: _Shapes, tables: Mapping[str, int | None], strict: bool
 ) -> tuple[list[str], list[str]]:
     """Return the sizes of tensors that are not loaded, and of tables that are loaded in part."""
     differing, notes = [], []
@@ -201,7 +201,7 @@ def _compare(
     return differing, notes
 
 
-def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | None]:
+def _find_tables(net: nn.Module, own: _Shapes, saved: _Shapes) -> dict[str, int | None]:
     """Return name -> dimension of the positions, for tensors that differ in their number only.
 
     Only dimensions of the size `net.max_seq_len` may differ. The dimension is None for a buffer,
@@ -222,7 +222,7 @@ def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | 
         old_lengths |= {old[dim] for dim in dims}
         owner = name.rpartition(".")[0]
         roles = [role for pattern, role in (plan or {}).items() if fnmatch(owner, pattern)]
-        is_table = not may_be_tokens if plan is None else roles[:1] == [TABLE]
+        is_table = not may_be_tokens if plan is None else roles[:1] == [_TABLE]
         if all(shape[dim] == length for dim in dims):
             if name in buffers:
                 tables[name] = None
@@ -232,7 +232,7 @@ def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | 
 
 
 def load_optimizer_state(
-    parameters: Parameters, optimizer: Optimizer, source: SavedTensors, state: Mapping[str, Any]
+    parameters: _Parameters, optimizer: Optimizer, source: SavedTensors, state: Mapping[str, Any]
 ) -> None:
     """Load this rank's part of an optimizer state.
 
@@ -245,7 +245,7 @@ def load_optimizer_state(
             that are in one group now were in groups with other options in the saved optimizer.
     """
     names = _names(parameters, optimizer)
-    saved: Values = {name: dict(state["values"].get(name, {})) for name in parameters}
+    saved: _Values = {name: dict(state["values"].get(name, {})) for name in parameters}
     tensors: dict[str, Tensor] = {}
     for key, shape in source.shapes.items():
         name, _, kind = key.rpartition(".")
@@ -277,7 +277,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+def _names(parameters: _Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
     """Return parameter -> name. Raise a ValueError if a parameter of the optimizer has none."""
     names = {parameter: name for name, parameter in parameters.items()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

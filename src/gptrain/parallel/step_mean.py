@@ -13,7 +13,7 @@ from gptrain.core import labels
 from gptrain.loss import IGNORED, sum_dtype
 
 log = logging.getLogger(__name__)
-OWN_TARGETS = "the mean over the targets it was given, then over micro-steps and ranks"
+_OWN_TARGETS = "the mean over the targets it was given, then over micro-steps and ranks"
 
 
 class StepMean:
@@ -47,16 +47,16 @@ class StepMean:
     _has_explained = False
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
-        self.group = group if group is not None and group.size() > 1 else None
-        self.n_ranks = 1 if self.group is None else self.group.size()
-        self.divisor = torch.ones((), dtype=sum_dtype(device), device=device)
+        self._group = group if group is not None and group.size() > 1 else None
+        self._n_ranks = 1 if self._group is None else self._group.size()
+        self._divisor = torch.ones((), dtype=sum_dtype(device), device=device)
         self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
         self.losses: dict[int, Tensor] = {}  # of each micro-batch, whose closure may run again
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
         """Set `divisor` for the next step of `n_targets` targets on this rank. Collective."""
-        total = self._all_reduce(torch.full_like(self.divisor, n_targets))
-        self.divisor = total.clamp(min=1) / (self.n_ranks * n_micro_batches)
+        total = self._all_reduce(torch.full_like(self._divisor, n_targets))
+        self._divisor = total.clamp(min=1) / (self._n_ranks * n_micro_batches)
         self._n_targets = None
         self.losses = {}
 
@@ -71,24 +71,24 @@ class StepMean:
         if self.counted is not None:
             known, version = self.counted
             if targets is known and targets._version == version:
-                return self.divisor
+                return self._divisor
         if not self._has_explained:
             self._has_explained = True
-            log.info(labels.line("loss", OWN_TARGETS))
+            log.info(labels.line("loss", _OWN_TARGETS))
         return n_targets.clamp(min=1)
 
     def reduce(self, n_micro_batches: int) -> None:
         """Set `n_targets` and `loss` after the last micro-step. Collective over the data ranks."""
-        unknown = torch.full_like(self.divisor, math.nan)
+        unknown = torch.full_like(self._divisor, math.nan)
         n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
         # Lightning has divided each loss by the number of micro-steps.
         kept = [*self.losses.values()]
         loss = torch.stack(kept).mean() * n_micro_batches if kept else unknown
         self.n_targets, losses = self._all_reduce(torch.stack((n_targets, loss.to(unknown))))
-        self.loss = (losses / self.n_ranks).where(self.n_targets != 0, math.nan)
+        self.loss = (losses / self._n_ranks).where(self.n_targets != 0, math.nan)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the data ranks. The tensor is changed in place."""
-        if self.group is not None:
-            dist.all_reduce(tensor, group=self.group)
+        if self._group is not None:
+            dist.all_reduce(tensor, group=self._group)
         return tensor

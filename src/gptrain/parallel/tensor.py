@@ -35,11 +35,11 @@ from gptrain.parallel.requirements import Net
 # Functional collectives have gradients, also where they are compiled: in torch 2.11 along the first
 # dimension only. torch 2.13 renamed them.
 if hasattr(functional, "all_gather_single_autograd"):
-    all_gather = functional.all_gather_single_autograd
-    reduce_scatter = functional.reduce_scatter_single_autograd
+    _all_gather = functional.all_gather_single_autograd
+    _reduce_scatter = functional.reduce_scatter_single_autograd
 else:
-    all_gather = functional.all_gather_tensor_autograd
-    reduce_scatter = functional.reduce_scatter_tensor_autograd
+    _all_gather = functional.all_gather_tensor_autograd
+    _reduce_scatter = functional.reduce_scatter_tensor_autograd
 
 
 def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
@@ -101,7 +101,7 @@ def pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
     if layout.positions.shape[-1] % n_ranks == 0:
         return layout
     if layout.documents is None:
-        return SequenceLayout(pad_to_multiple(layout.positions, n_ranks))
+        return SequenceLayout(_pad_to_multiple(layout.positions, n_ranks))
     last = layout.documents[:, -1:]  # any other number might be that of a document further ahead
     padding = last.expand(-1, -layout.documents.shape[1] % n_ranks)
     return SequenceLayout.of_documents(torch.cat((layout.documents, padding), 1))
@@ -134,7 +134,7 @@ class _Rowwise(_Role):
     """Linear layer that is split by inputs: columns (B, T', in / n) -> positions (B, t, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = scatter_sequence(F.linear(x, self.weight.to_local()), self.tensor_group)
+        y = _scatter_sequence(F.linear(x, self.weight.to_local()), self.tensor_group)
         return y if self.bias is None else y + self.bias.to_local().to(y.dtype)
 
 
@@ -173,7 +173,7 @@ class _PositionEmbedding(_Role):
 
     def forward(self, positions: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
-        shards = pad_to_multiple(positions, n_ranks).chunk(n_ranks, dim=-1)
+        shards = _pad_to_multiple(positions, n_ranks).chunk(n_ranks, dim=-1)
         return F.embedding(shards[self.tensor_group.rank()], self.weight.to_local())
 
 
@@ -183,12 +183,12 @@ class _VocabEmbedding(_Role):
     def forward(self, tokens: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
         n_rows = -(-self.num_embeddings // n_ranks)  # torch.chunk rounds up
-        rows = pad_to_multiple(tokens, n_ranks) - self.tensor_group.rank() * n_rows
+        rows = _pad_to_multiple(tokens, n_ranks) - self.tensor_group.rank() * n_rows
         weight = self.weight.to_local()  # (v, D)
         is_on_other_rank = (rows < 0) | (rows >= weight.shape[0])
         partial_sum = F.embedding(rows.masked_fill(is_on_other_rank, 0), weight)
         partial_sum = partial_sum.masked_fill(is_on_other_rank[..., None], 0.0)
-        return scatter_sequence(partial_sum, self.tensor_group)
+        return _scatter_sequence(partial_sum, self.tensor_group)
 
 
 class _VocabHead(_Colwise):
@@ -226,16 +226,16 @@ _ROLES: dict[str, tuple[type, dict[str, int]]] = {
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather the shards (..., t, D) of a sequence into (..., T', D). Collective."""
-    full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
+    full = functional.wait_tensor(_all_gather(shard.contiguous(), 0, group))
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
     return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
 
 
-def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum tensors (..., T', D) over the ranks, and return own positions (..., t, D). Collective."""
     shards = partial_sum.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
     shards = shards.flatten(0, 1).contiguous()
-    return functional.wait_tensor(reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
+    return functional.wait_tensor(_reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
 
 
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
@@ -259,6 +259,6 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
     )
 
 
-def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
+def _pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
     """Pad indices (..., T) with index 0 to (..., T'): T rounded up to a multiple of n."""
     return F.pad(tokens, (0, -tokens.shape[-1] % n))

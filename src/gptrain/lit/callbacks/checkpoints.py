@@ -26,8 +26,8 @@ from gptrain.lit.lightning import (
 from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, gather, wait_for_rank_0
 
 # Number of parameters. A smaller net is saved in less than 0.2 s, and before the next step.
-BACKGROUND_PARAMETERS = 1 << 22
-WRITING_S = LONG_PHASE_S  # time for which a rank may be silent during a save, in seconds
+_BACKGROUND_PARAMETERS = 1 << 22
+_WRITING_S = LONG_PHASE_S  # time for which a rank may be silent during a save, in seconds
 
 
 @dataclass(eq=False)
@@ -191,8 +191,8 @@ class Checkpoints(Checkpoint):
         if step == self.saved_step:
             return
         self.saved_step = step
-        self.beat(phase="save", allow_s=WRITING_S)
-        is_large = sum(p.numel() for p in strategy.full_net.parameters()) >= BACKGROUND_PARAMETERS
+        self.beat(phase="save", allow_s=_WRITING_S)
+        is_large = sum(p.numel() for p in strategy.full_net.parameters()) >= _BACKGROUND_PARAMETERS
         is_last = self.stopping or step == trainer.max_steps
         with self.timeline.during("saves", step):
             strategy.save_to_store = partial(
@@ -220,7 +220,7 @@ class Checkpoints(Checkpoint):
         if self.store.unfinished is None:
             return
         with self.timeline.during("saves", trainer.global_step):
-            self.beat(phase="save", allow_s=WRITING_S)
+            self.beat(phase="save", allow_s=_WRITING_S)
             self.store.finish()
 
     def votes_to_save(self, trainer: Trainer) -> bool:
@@ -256,8 +256,8 @@ class Checkpoints(Checkpoint):
         """
         if (mirror := self.mirror) is None:
             return
-        self.beat(phase="mirror", allow_s=WRITING_S)
+        self.beat(phase="mirror", allow_s=_WRITING_S)
         with self.timeline.during("saves", trainer.global_step):
             # The update also copies what an earlier, killed start did not copy.
             rank = trainer.global_rank
-            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, WRITING_S)
+            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, _WRITING_S)

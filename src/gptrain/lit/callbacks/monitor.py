@@ -73,10 +73,10 @@ class TrainingMonitor(Callback):
 
     def __post_init__(self) -> None:
         self.first_step: int | None = None
-        self.votes = Vote()
-        self.lr = 0.0  # learning rate of the last step, of the first parameter group
+        self._votes = Vote()
+        self._lr = 0.0  # learning rate of the last step, of the first parameter group
         self._beat = self.guard.beat
-        self.stopping = False  # the ranks have agreed to stop
+        self._stopping = False  # the ranks have agreed to stop
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -131,7 +131,7 @@ class TrainingMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Complete the gradients before other hooks see them. Collective."""
-        self.lr = optimizer.param_groups[0].get("lr", 0.0)
+        self._lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
         strategy.finish_gradients()
         if self._measures_norm:
@@ -172,7 +172,7 @@ class TrainingMonitor(Callback):
         self._beat(phase="end")
         self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
-        self.votes.close()
+        self._votes.close()
 
     # Evaluations
 
@@ -253,7 +253,7 @@ class TrainingMonitor(Callback):
             values["train/loss"] = strategy.step_mean.loss
         if strategy.grad_norm is not None:
             values["grad_norm"] = strategy.grad_norm
-        values |= {"lr": self.lr, STEP: trainer.global_step, **self.speed.read()}
+        values |= {"lr": self._lr, STEP: trainer.global_step, **self.speed.read()}
         bar = trainer.progress_bar_callback
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
@@ -276,9 +276,9 @@ class TrainingMonitor(Callback):
         checkpoints = self.checkpoints
         wants_save = checkpoints is not None and checkpoints.votes_to_save(trainer)
         is_writing = checkpoints is None or not checkpoints.store.is_written
-        votes = self.votes.ask(bool(self.guard.stop), wants_save, is_writing)
+        votes = self._votes.ask(bool(self.guard.stop), wants_save, is_writing)
         stops, saves, is_writing = votes or (False, False, True)
-        self.stopping |= stops
+        self._stopping |= stops
         if checkpoints is not None:
             checkpoints.stopping |= stops
             checkpoints.time_is_up |= saves
@@ -286,7 +286,7 @@ class TrainingMonitor(Callback):
 
     def _stop_if_agreed(self, trainer: Trainer) -> None:
         """End the run, if the ranks have agreed to stop and the step is saved."""
-        if not self.stopping:
+        if not self._stopping:
             return
         if self.checkpoints is None:
             raise PreemptedError

@@ -29,10 +29,10 @@ class ProgressBar(TQDMProgressBar):
     def __init__(self, every_s: float = 30.0):
         super().__init__()
         self.every_s = every_s
-        self.in_terminal = sys.stdout.isatty()
+        self._in_terminal = sys.stdout.isatty()
         self._shown: dict[str, Any] = {}  # name -> value of the last logged step
         self._printed_s = -math.inf  # time of the last printed line
-        if not self.in_terminal:
+        if not self._in_terminal:
             self.disable()
         # The default lock of tqdm is a multiprocessing semaphore, which a killed rank would leak.
         tqdm.set_lock(threading.RLock())
@@ -49,7 +49,7 @@ class ProgressBar(TQDMProgressBar):
             left_s = (lengths.n_steps - step) * values["perf/step_s"]
             self._shown["left"] = timedelta(seconds=round(left_s))
         is_due = trainer.should_stop or time.monotonic() >= self._printed_s + self.every_s
-        if is_due and not self.in_terminal:
+        if is_due and not self._in_terminal:
             shown = self.get_metrics(trainer, trainer.lightning_module).items()
             words = " · ".join(f"{name} {value}" for name, value in shown)
             log.info(labels.line("step", words.removeprefix("step ")))

@@ -66,8 +66,8 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     for name, parameter in strategy_of(trainer).saved_parameters().items():
         parameter.requires_grad_(name not in state["frozen"])  # a callback may have frozen it
     finish_step(trainer, state["global_step"])
-    apply_changes(trainer, changed)
-    follow_schedule(trainer, changed)
+    _apply_changes(trainer, changed)
+    _follow_schedule(trainer, changed)
     rng = state["rng"]
     if len(rng) == trainer.world_size:
         restore(rng[trainer.global_rank])
@@ -80,7 +80,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
 
 
-def apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
+def _apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
     """Give the optimizer the current values of changed options, and log them.
 
     If the peak learning rate has changed, the current learning rate is scaled in the same ratio.
@@ -94,14 +94,14 @@ def apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
             if before != now:
                 messages[f"resumed with optimizer.{key}: {before} before, {now} now"] = None
                 group[name] = now
-                # Scale the current rate with the peak rate. follow_schedule recomputes a LambdaLR.
+                # Scale the current rate with the peak rate. _follow_schedule recomputes a LambdaLR.
                 if name == "initial_lr":
                     group["lr"] *= now / before if before else 1.0
     for message in messages:
         log.warning("%s", message)
 
 
-def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> None:
+def _follow_schedule(trainer: Trainer, changed: frozenset[str]) -> None:
     """Compute the learning rates of the next step from the schedule of the current config."""
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler

@@ -12,7 +12,7 @@ from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.text.sampling import Sampling, generate, terminal_text
 
 log = logging.getLogger(__name__)
-SAMPLING = Sampling(temperature=0.7)  # below 1, probable tokens become more probable
+_SAMPLING = Sampling(temperature=0.7)  # below 1, probable tokens become more probable
 
 
 class SampleText(Callback):
@@ -24,8 +24,8 @@ class SampleText(Callback):
     """
 
     def __init__(self, prompt: str, n_tokens: int = 256):
-        self.prompt = prompt
-        self.n_tokens = n_tokens
+        self._prompt = prompt
+        self._n_tokens = n_tokens
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print a text."""
@@ -37,11 +37,11 @@ class SampleText(Callback):
             return
         tokens = []
         with suppress(DataError):  # the tokenizer has no token for the prompt
-            tokens = [int(token) for token in tokenizer.encode(self.prompt)]
+            tokens = [int(token) for token in tokenizer.encode(self._prompt)]
         if not tokens:
             return
         # A generator of its own leaves the random numbers of the training alone.
         generator = torch.Generator(trainer.strategy.root_device).manual_seed(0)
-        tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
+        tokens += generate(net, tokens, self._n_tokens, _SAMPLING, generator)
         if trainer.is_global_zero:
             log.info(labels.line("sample", terminal_text(tokenizer.decode(tokens))))

@@ -31,7 +31,11 @@ from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.step_mean import StepMean
 
 # Hooks in which a module or a data module may change a batch after it was loaded.
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_TRANSFER_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
 
 
 class GPTStrategy(SavingStrategy):
@@ -57,10 +61,10 @@ class GPTStrategy(SavingStrategy):
             self.parallel.prepare(self.module, optimizer)
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
         if self.parallel.dims.data > 1:
-            self._saved_buffers = find_saved_buffers(self.module)
+            self._saved_buffers = _find_saved_buffers(self.module)
         owners = (self.module, getattr(trainer, "datamodule", None))
         self._changes_batches = any(
-            is_overridden(h, owner) for h in TRANSFER_HOOKS for owner in owners
+            is_overridden(h, owner) for h in _TRANSFER_HOOKS for owner in owners
         )
 
     def synchronize_buffers(self) -> None:
@@ -237,7 +241,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
                 net.set_requires_gradient_sync(True)
 
 
-def find_saved_buffers(module: nn.Module) -> list[str]:
+def _find_saved_buffers(module: nn.Module) -> list[str]:
     """Return the names of the buffers in checkpoints, but not the sums of metrics over samples."""
     metrics = [f"{name}." for name, part in module.named_modules() if isinstance(part, Metric)]
     saved = module.state_dict(keep_vars=True).keys() & dict(module.named_buffers()).keys()
