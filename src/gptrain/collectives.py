@@ -47,10 +47,7 @@ def main() -> None:
 
 
 def _start(cfg: _CollectivesRun) -> None:
-    """Start the ranks and wait for them, or run this process as a rank that torchrun started.
-
-    Raises the exception of this rank, or torch's ProcessException if a rank that it started fails.
-    """
+    """Start the ranks and wait for them, or run this process as a rank that torchrun started."""
     n_gpus = 0 if cfg.trainer.accelerator == "cpu" else torch.cuda.device_count()
     if "RANK" in os.environ:
         on_gpu = n_gpus >= int(os.environ["LOCAL_WORLD_SIZE"])
@@ -75,11 +72,11 @@ def _start_rank(rank: int, path: str, n_ranks: int, on_gpu: bool, max_bytes: int
 def run_rank(local_rank: int, on_gpu: bool, max_bytes: int) -> None:
     """Run all collectives on this rank, print their rows, and compare three all-reduces.
 
-    All ranks of the process group must call this function; rank 0 prints.
+    All ranks of the process group, which must exist, must call this function. Rank 0 prints.
 
     Args:
         local_rank: Index of the rank on its machine, and of its GPU.
-        on_gpu: Whether the ranks use GPUs.
+        on_gpu: True if each rank has a GPU, False if the buffers are on the CPU.
         max_bytes: Size of the buffer of the comparison, in bytes.
 
     Raises:
@@ -139,8 +136,9 @@ def _format_rows(rows: Tensor, rows_shown: str) -> str:
 def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
     """Compare an all-reduce through rank 0, one around a ring, and that of the backend.
 
-    Prints for each the time of the slowest rank and the bytes per second. Raises a RuntimeError on
-    a rank whose result is wrong. The buffer is an fp32 matrix with one row per rank.
+    All ranks must call this function. For each all-reduce, rank 0 prints the time of the slowest
+    rank and the bytes of the buffer per second. Raises a RuntimeError on a rank whose result is
+    wrong.
     """
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     values = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
@@ -178,7 +176,7 @@ def _reduce_by_center(buffer: Tensor) -> None:
 
 
 def reduce_by_ring(buffer: Tensor) -> None:
-    """Sum a buffer (n, any), one row per rank, over all n ranks in place, around a ring.
+    """Sum a buffer (n, any) over all n ranks in place, around a ring. All ranks must call it.
 
     In each of 2(n - 1) steps, every rank sends one row to the right and receives one from the left.
     After n - 1 steps each row is summed on one rank (reduce-scatter), after n - 1 more it is on all

@@ -33,9 +33,11 @@ class LossOptions:
 
     Attributes:
         label_smoothing: Fraction of the target probability that is spread evenly over the
-            vocabulary, as in F.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567).
-        z_loss: Factor of the term logsumexp(logits)^2 of each position, which keeps the normalizer
-            of the softmax near 1 (PaLM, arXiv:2204.02311, section 5: 1e-4).
+            vocabulary, as in F.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567). 0 changes
+            nothing.
+        z_loss: Factor of the term logsumexp(logits)^2 that is added to the loss of each target, and
+            keeps the normalizer of the softmax near 1 (PaLM, arXiv:2204.02311, section 5: 1e-4). 0
+            adds nothing.
     """
 
     label_smoothing: float = 0.0
@@ -53,13 +55,14 @@ def next_token_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Compute the cross entropy of logits and targets, a scalar in nats, in fp32 or fp64.
+    """Compute the cross entropy of logits and targets in nats, a scalar tensor.
+
+    The result is in fp64 for logits in fp64, else in fp32.
 
     Args:
         logits: Logits, (..., V).
         targets: Target token ids, (...), int64. Positions with target -100 do not count.
-        reduction: "mean" over the positions that count, or "sum". The mean over no position is 0,
-            not NaN.
+        reduction: "mean" over the positions that count, or "sum". Both are 0 if no position counts.
         label_smoothing, z_loss: As in `LossOptions`.
 
     Raises:
@@ -71,11 +74,13 @@ def next_token_loss(
 
 
 def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
-    """Compute the loss of each token, (N,), in nats, in fp32 or fp64; 0 if the target is -100.
+    """Compute the loss of each token in nats, (N,), which is 0 if the target is -100.
+
+    The result is in fp64 for logits in fp64, else in fp32.
 
     Args:
         logits: Logits, (N, V).
-        targets: Target token ids, (N,).
+        targets: Target token ids, (N,), int64.
         label_smoothing, z_loss: As in `LossOptions`.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -102,29 +107,28 @@ def cross_entropy_in_place(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the loss of each row of logits and the gradient of the sum of the losses.
 
-    The gradient overwrites the logits. One exponential per logit and few passes over memory make
-    the function 1.6 times faster than logsumexp followed by softmax. Rows with target -100 have
-    loss 0 and gradient 0.
+    The gradient overwrites the logits, which takes less time and memory than autograd. A row with
+    target -100 has the loss 0 and the gradient 0.
 
     Under tensor parallelism each rank has some columns of the logits. `start`, `vocab_size` and
     `all_reduce` describe the split. All ranks must then call the function, and all get the losses
     of the full vocabulary.
 
     Args:
-        logits: Logits, (C, W). Their values are lost, except that 16-bit logits stay as they are
-            without `wants_gradient`. Columns from `n_columns` on are padding and are not changed.
-        targets: Target token ids, (C,).
+        logits: Logits, (C, W), whose values may be lost. Columns from `n_columns` on are padding
+            and keep their values.
+        targets: Target token ids, (C,), int64.
         n_columns: Number of columns of this rank that are tokens.
         wants_gradient: True if the gradient is needed.
         label_smoothing, z_loss: As in `LossOptions`.
         start: Token id of this rank's first column.
-        vocab_size: Number of tokens of all ranks. Defaults to `n_columns`.
+        vocab_size: Number of tokens of all ranks. None stands for `n_columns`.
         all_reduce: Function that reduces a tensor over the ranks in place, with "max" or "sum" as
             its second argument. None if this rank has all columns.
 
     Returns:
-        The losses (C, 1) in fp32 or fp64, and the gradient (C, W) in the memory and dtype of
-        `logits`. The gradient is None unless `wants_gradient` is True.
+        The losses (C, 1), in fp64 for logits in fp64, else in fp32; and the gradient, which is the
+        tensor `logits`, or None unless `wants_gradient`.
     """
     padded_logits = logits
     # For fp32 and fp64 logits this is no copy: the operations in place then change the argument.
@@ -184,24 +188,21 @@ def chunked_next_token_loss(
 ) -> Tensor:
     """Compute next_token_loss(hidden @ head_weight.T, targets) without the (N, V) logits.
 
-    The forward pass applies the head to `chunk_tokens` rows at a time and computes the gradients of
-    each chunk at once. Only a few (C, V) tensors exist at any time, and no matrix multiplication of
-    the head is repeated. Under autocast the multiplications use autocast's dtype. The softmax, the
-    sum over tokens and the gradient of the head are accumulated in fp32 (fp64 for fp64 inputs);
-    `next_token_loss` rounds the gradient of the head to autocast's dtype once. In no_grad mode no
-    gradient is computed.
+    The forward pass computes the logits of `chunk_tokens` positions at a time, and their gradients,
+    if any are needed, at once. So only a few (C, V) tensors exist at any time. Under autocast the
+    matrix multiplications use its dtype. The losses and the gradient of the head are summed in
+    fp32, or in fp64 if the multiplications are in fp64.
 
     Args:
         hidden: Hidden states, (..., D).
         head_weight: Weight of the head, (V, D).
         targets: Target token ids, (...), int64. Positions with target -100 do not count.
-        chunk_tokens: Number of rows C of a chunk. A larger chunk accumulates into the gradient of
-            the head (V, D) less often, which is the main cost on a GPU. A smaller chunk saves
-            memory. None chooses by device type.
-        reduction: "mean" over the positions that count, or "sum", as in `next_token_loss`.
+        chunk_tokens: Number of positions C of a chunk. More take more memory, and on a GPU less
+            time. None chooses by device type.
+        reduction: "mean" over the positions that count, or "sum". Both are 0 if no position counts.
         label_smoothing, z_loss: As in `LossOptions`.
-        cross_entropy: Function that computes losses and gradient of a chunk. Tensor parallelism
-            passes a function for logits that are split over the ranks.
+        cross_entropy: `cross_entropy_in_place`, or a function with its first six arguments and its
+            result.
 
     Raises:
         KeyError: If `reduction` has another value.
@@ -294,19 +295,19 @@ def logits_in_chunks(
     targets: Tensor,
     chunk_tokens: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits and targets of up to `chunk_tokens` positions at a time, for metrics.
+    """Yield the logits and the targets of some positions at a time, for metrics.
 
     Positions with target -100 are left out; nothing is yielded if all have it. No gradient is
     computed. The logits of the full batch are never in memory.
 
     Args:
         hidden: Hidden states, (..., D).
-        head: Function from hidden states to logits.
-        targets: Target token ids, (...).
-        chunk_tokens: Largest number of rows C of a chunk. None chooses by device type.
+        head: Function from hidden states (C, D) to logits (C, V).
+        targets: Target token ids, (...), int64.
+        chunk_tokens: Largest number of positions C of a chunk. None chooses by device type.
 
     Yields:
-        Logits (C, V) in fp32 or fp64, and targets (C,).
+        Logits (C, V), in fp64 if `head` returns fp64, else in fp32; and targets (C,).
     """
     chunk_tokens = chunk_tokens or loss_rows(hidden.device.type)
     counts = targets != IGNORED
@@ -340,11 +341,12 @@ def _reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
 def count_targets(targets: Tensor) -> Tensor:
     """Return the number of targets that are not -100, but at least 1, so that it can divide.
 
-    The result is a scalar tensor on the device of the targets: an int would wait for the GPU.
+    The result is a scalar int64 tensor on the device of the targets, so that the host does not
+    wait.
     """
     return (targets != IGNORED).sum().clamp(min=1)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which many losses or counts are summed: float64, but float32 on MPS."""
+    """Return the dtype for sums of many losses or counts: float32 on MPS, else float64."""
     return torch.float32 if device.type == "mps" else torch.float64

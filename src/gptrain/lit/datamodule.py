@@ -33,20 +33,22 @@ class TextDataModule(pl.LightningDataModule):
     read in the order of the stream instead, and its position is saved with each checkpoint.
 
     Attributes:
+        train: Training dataset.
+        val: Validation dataset.
         test: Test dataset. None uses `val`.
         lengths: Lengths of the run: its batches, its steps and the steps of an epoch.
         seed: Seed of the training order and, with the rank, of the data workers.
         rank: Index of this rank among the `world_size` data ranks, which read different samples.
+        world_size: Number of data ranks.
         equal_lengths: Names of the datasets ("train", "val", "test") whose samples must all have as
             many positions as the first one, because a step of LanguageModel itself reads them.
         vocab_size: Number of token ids V of the net. In the datasets in `equal_lengths`, a token
             outside of 0 to V - 1, or a target that is neither in this range nor -100, raises a
             DataError. None does not check.
         num_workers: Number of processes per data loader. A training stream is read by one process.
+        pin_memory: True lets the loaders copy batches to pinned memory, as in DataLoader.
         limits: Number of batches of "val" and of "test" that all ranks together evaluate, or their
             fraction. None or no entry is the full set.
-        stream: StreamDataset that the training dataset is or wraps, or None.
-        positions: Positions of this rank's part of the stream.
 
     Raises:
         DataError: If one step needs more samples than `train` has.
@@ -80,7 +82,7 @@ class TextDataModule(pl.LightningDataModule):
             self.rank,
             self.world_size,
             epoch_steps=self.lengths.epoch_steps,
-            position=lambda: self.step * self._accumulate,
+            position=lambda: self._step * self._accumulate,
         )
         self._stream = find_stream(train)
         self.positions = StreamPositions(self._accumulate)
@@ -88,20 +90,20 @@ class TextDataModule(pl.LightningDataModule):
         self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
 
     @property
-    def step(self) -> int:
+    def _step(self) -> int:
         """Number of optimizer steps that the run has done."""
         return cast(pl.Trainer, self.trainer).global_step
 
     @property
     def tokens(self) -> int:
         """Number of positions that the run has trained on, over all ranks and all resumes."""
-        return self._loaded_tokens + (self.step - self._loaded_step) * self.lengths.step_tokens
+        return self._loaded_tokens + (self._step - self._loaded_step) * self.lengths.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its training data. Collective, for a stream."""
-        state = {"step": self.step, "read": self.batches.n_read(self.step), "tokens": self.tokens}
+        state = {"step": self._step, "read": self.batches.n_read(self._step), "tokens": self.tokens}
         if self._stream is not None:
-            own = self.positions.after((self.step - self._loaded_step) * self._accumulate)
+            own = self.positions.after((self._step - self._loaded_step) * self._accumulate)
             # Neighbouring ranks that read the same samples have the same part.
             positions = dict(gather((self.rank, own)))
             state["stream"] = [positions[rank] for rank in range(self.world_size)]
@@ -140,11 +142,18 @@ class TextDataModule(pl.LightningDataModule):
         return self._evaluation_loader(self.val if self.test is None else self.test, "data.test")
 
     def step_samples(self, step: int) -> list[int]:
-        """Return the dataset indices of a step, of all ranks, or [] for a stream."""
+        """Return the indices of the samples of a step in `train`, or [] for a stream.
+
+        `step` counts from 0. The list has the samples of all ranks.
+        """
         return [] if self._stream is not None else self.batches.step_samples(step).ravel().tolist()
 
     def part_of(self, batch_idx: int) -> str | None:
-        """Return the part of a batch of the last evaluation loader. None if it has no mixture."""
+        """Return the name of the mixture's part to which a batch of this rank belongs.
+
+        `batch_idx` numbers the batches of the evaluation loader that was made last. The result is
+        None if its dataset is no mixture.
+        """
         return self._eval_parts[self._eval_batches.part_of(batch_idx)] if self._eval_parts else None
 
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
@@ -198,8 +207,11 @@ class Loader(DataLoader):
 
     Attributes:
         waited_s: Seconds in which this process has waited for batches, since the loader was made.
-        step_targets: Number of targets of each loaded group, None if unknown. `GPTStrategy` removes
-            the number of a training step when the step begins.
+        read_ahead: Number of batches of a group.
+        positions: Object that records the positions of a stream and takes them off the batches.
+            None for other datasets.
+        step_targets: Number of targets of each group that was loaded in this epoch, None if
+            unknown. `GPTStrategy` removes the number of a training step when the step begins.
     """
 
     waited_s = 0.0

@@ -41,12 +41,15 @@ _KINDS = ("not finite", "a spike", "without a target")
 class Spikes:
     """Window of the losses and gradient norms of the last steps, on the device.
 
-    A value is a spike if it is more than `sigma` standard deviations above the mean of the last
-    `window` steps. Nothing is a spike until half a window is known. All finite values enter the
-    window, also those of spikes, so that a lasting change of the level is not a spike for longer
-    than a window. Source: SkipStepOptimizer of OLMo-core, https://github.com/allenai/OLMo-core.
+    A value is a spike if it is more than `sigma` standard deviations, each at least a millionth of
+    the mean, above the mean of the last `window` steps. Nothing is a spike until half a window is
+    known. All finite values enter the window, also those of spikes, so that a lasting change of the
+    level is not a spike for longer than a window. Source: SkipStepOptimizer of OLMo-core,
+    https://github.com/allenai/OLMo-core.
 
     Attributes:
+        sigma: Number of standard deviations.
+        window: Number of steps.
         history: Losses and norms, (2, window + 1): column s % (window + 1) has those of step s, NaN
             if unknown. None before the first step.
     """
@@ -58,8 +61,8 @@ class Spikes:
     def flag(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
         """Return, as a bool scalar, whether loss or norm is a spike, and add both to the window.
 
-        Both are scalar tensors, identical on all ranks. A second call for the same step replaces
-        its values.
+        Both are scalar tensors, identical on all ranks. A value that is not finite is no spike, and
+        does not enter the window. A second call for the same step replaces its values.
         """
         values = torch.stack((loss, norm.to(loss)))
         values = values.where(values.isfinite(), math.nan)
@@ -86,7 +89,7 @@ class StepGuard:
             16-mixed both leave it out.
         on_spike: "warn" only reports spikes, "skip" leaves them out, "none" does not look for them.
         spikes: Window of losses and norms that tells what a spike is.
-        max_skips: Number of consecutive refused steps after which the run ends.
+        max_skips: Number of consecutive steps that were left out after which the run ends.
     """
 
     on_nonfinite: Literal["stop", "skip"]
@@ -96,11 +99,14 @@ class StepGuard:
 
     def __post_init__(self) -> None:
         self._n_skipped = torch.tensor(0)  # steps that were refused in a row
-        # Step -> whether it is of each of _KINDS and whether it ends the run, since the last `read`.
+        # Step -> whether it is of each kind in _KINDS and ends the run, since the last `read`.
         self._flags: dict[int, Tensor] = {}
 
     def start(self, trainer: Trainer) -> None:
-        """Make the strategy call `_decide` in the steps of a training that begins."""
+        """Begin to decide about the steps of a training. Call it once, before the first step.
+
+        Sets `decide_step` of the trainer's strategy, which calls it in each step.
+        """
         self._trainer = trainer
         strategy = strategy_of(trainer)
         strategy.decide_step = self._decide
@@ -110,14 +116,13 @@ class StepGuard:
         # With FSDP's CPU offload the host waits for the gradients.
         self._is_scaled = find_precision(trainer.precision).autocast == "float16"
         waits = self._is_scaled or getattr(strategy.parallel.options, "cpu_offload", False)
-        self._is_deferred = skips_on_device(trainer.optimizers[0]) and not waits
+        self._is_deferred = _skips_on_device(trainer.optimizers[0]) and not waits
 
     def _decide(self, optimizer: Optimizer) -> None:
         """Make the optimizer leave out its update of the current step if the step is bad.
 
-        All ranks must call it once per step, after the gradient norm was computed. Raises the
-        errors of `read` at once if the optimizer cannot skip the update on the device: it does not
-        read `found_inf`, a loss scaler sets that attribute, or the parameters are offloaded.
+        All ranks must call it once per step, after the gradient norm was computed. If the optimizer
+        cannot skip the update on the device, it raises the errors of `read` at once.
         """
         strategy = strategy_of(self._trainer)
         norm = cast(Tensor, strategy.grad_norm)  # `GPTStrategy.clip` has measured it
@@ -151,7 +156,7 @@ class StepGuard:
         """Report the steps that were decided since the last call, and end the run if it must end.
 
         Waits for the device. All ranks must call it at the same points, before a step is logged or
-        saved.
+        saved. A warning names each step that is not finite, a spike or without a target.
 
         Raises:
             RefusedStepError: If a step ends the run. The weights are those before this step.
@@ -199,7 +204,7 @@ class StepGuard:
         return f"; samples: {labels.shorten(samples)}" if samples else ""
 
 
-def skips_on_device(optimizer: Optimizer) -> bool:
+def _skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether an optimizer skips its update on the device if its `found_inf` is 1.
 
     torch's fused optimizers do this, and any optimizer with a true attribute `skips_on_device`.

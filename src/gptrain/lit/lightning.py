@@ -59,7 +59,11 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def data_of(trainer: pl.Trainer) -> TextDataModule:
-    """Return the TextDataModule of the run, or the UserData of a user's own LightningDataModule."""
+    """Return the TextDataModule of the run, or the UserData of a user's own LightningDataModule.
+
+    A UserData has only some attributes of a TextDataModule: `lengths`, `tokens`, `step_samples`,
+    and `train` and `val`, which are None.
+    """
     datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
     return getattr(datamodule, USER_DATA, datamodule)
 
@@ -73,10 +77,9 @@ def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
     """Remove Lightning's signal handlers and its own search for a checkpoint; return the trainer.
 
     - Lightning's SIGTERM handler calls a collective, exits with code 0 and saves nothing. To stop
-      all ranks, Lightning broadcasts one number per micro-batch and waits for it. `TrainingMonitor`
-      replaces both.
-    - `fit(ckpt_path=None)` looks for files that another run may have left, unless `use_checkpoint`
-      was called.
+    all ranks, Lightning broadcasts one number per micro-batch and waits for it. `TrainingMonitor`
+    replaces both.
+    - `fit(ckpt_path=None)` looks for files that another run may have left.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -85,13 +88,22 @@ def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
 
 
 def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
-    """Set the checkpoint that fit, validate and test load; None makes them keep the weights."""
+    """Set the checkpoint that fit, validate and test load. With None they keep the weights.
+
+    Without this call Lightning would search for one.
+    """
     trainer.ckpt_path = path
     trainer._checkpoint_connector._user_managed = True
 
 
 def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -> dict[str, Any]:
-    """Return the loop state that resumes after a step, or before its validation if that repeats."""
+    """Return Lightning's state of `trainer.fit_loop` with which a run resumes after a step.
+
+    Args:
+        trainer: Trainer that has not begun to train.
+        step: Number of optimizer steps that are done.
+        repeats_validation: True lets the run begin with the validation after this step.
+    """
     accumulate = trainer.accumulate_grad_batches
     epoch_steps = data_of(trainer).lengths.epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
@@ -126,7 +138,11 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether Lightning runs a validation right after an optimizer step."""
+    """Return whether Lightning runs a validation right after an optimizer step.
+
+    A validation follows at the interval of the run and wherever `trainer.should_stop` is set,
+    unless validations are switched off. `step` is the number of optimizer steps that are done.
+    """
     is_due = step % data_of(trainer).lengths.validate_every == 0
     return trainer.enable_validation and (is_due or trainer.should_stop)
 
@@ -134,7 +150,8 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
 def finish_step(trainer: pl.Trainer, step: int) -> None:
     """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
 
-    A run that resumes from a step within an epoch, without a validation, would miss the update.
+    A run that resumes from a step within an epoch, without a validation, would miss the update. In
+    all other cases nothing is done. `step` is the number of optimizer steps that are done.
     """
     step_in_epoch = step % data_of(trainer).lengths.epoch_steps
     if not step_in_epoch or is_validated(trainer, step):
@@ -164,5 +181,8 @@ def clear_restarting_flags(trainer: pl.Trainer) -> None:
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Return whether a micro-batch is the last of its step. An epoch has complete steps only."""
+    """Return whether a micro-batch is the last of its optimizer step.
+
+    `batch_idx` counts the micro-batches of an epoch from 0. An epoch has complete steps only.
+    """
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0

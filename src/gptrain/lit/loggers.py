@@ -26,7 +26,8 @@ _FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
 class JsonLinesLogger(Logger):
     """Logger of every run, which writes `save_dir`/metrics.jsonl with one object per logged step.
 
-    An object has the key `step` and the logged names. A value that is not finite is null.
+    An object has the key `step` and the logged names. A value that is not finite is null. Only rank
+    0 writes.
     """
 
     name = ""
@@ -47,9 +48,10 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the row of a step, on rank 0 only.
+        """Add metrics to the row of a step, and write the row to the file, on rank 0 only.
 
-        A `step` of None, or before that of the last row, stands for the last row.
+        A `step` of None, or before that of the last row, stands for the last row. Raises an OSError
+        if the file cannot be written.
         """
         if self._last_row is None:
             self.discard_after(math.inf)
@@ -62,7 +64,7 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def discard_after(self, step: float) -> None:
-        """Remove the rows after `step`, and a last row that was written only in part."""
+        """Remove the rows after `step` from the file, and a last row that was written in part."""
         rows = [row for row in files.read_rows(self._path) if isinstance(row.get(STEP), int)]
         rows = [row for row in rows if row[STEP] <= step]
         files.replace(self._path, b"".join(map(files.encode, rows)))
@@ -79,7 +81,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Make TensorBoard hide the points after `step`."""
+        """Make TensorBoard hide the points after `step`, the number of optimizer steps done."""
         from tensorboard.compat.proto import event_pb2
 
         proto: Any = event_pb2  # the generated protobuf module has no type stubs

@@ -15,7 +15,9 @@ _SIDE = 8192
 def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
     """Return the peak speed of a device in FLOP/s, and a text with the speed and its source.
 
-    It is the dense 16-bit peak of a known GPU, or measured with `precision` for other devices.
+    For a GPU that `costs.hardware` knows it is the dense 16-bit peak of the data sheet. For other
+    devices it is measured, in the 16-bit type of `precision` (Lightning's name) or, if that has
+    none, in fp32.
     """
     known = device_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is not None:
@@ -32,7 +34,7 @@ def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of multiplications of two square matrices with random values.
 
-    A GPU at its power limit would multiply constants at a higher clock.
+    The random generators of the run do not change.
     """
     from torch.utils.benchmark import Timer  # takes 0.1 s, and a known GPU needs none
 

@@ -37,11 +37,14 @@ _ABOUT_CONFIG = (
 
 @contextmanager
 def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, None, None]:
-    """Turn Lightning's errors about a wrong configuration into a ConfigError that names the key.
+    """Turn Lightning's errors about a wrong configuration, in a with block, into a ConfigError.
+
+    Args:
+        key: Config key that the error names.
 
     Raises:
-        ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
-            message begins as in _ABOUT_CONFIG. Other errors pass unchanged.
+        ConfigError: If the block raises a MisconfigurationException, or one of three RuntimeErrors
+            that Lightning raises for a wrong configuration. Other errors pass unchanged.
     """
     try:
         yield
@@ -53,10 +56,10 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 
 
 def quiet_lightning() -> None:
-    """Hide Lightning's messages below a warning, and the warnings in _HIDDEN_WARNINGS.
+    """Hide Lightning's messages below a warning, and warnings that a user cannot act on.
 
-    Messages of callbacks stay, and those that a user's code logs by `rank_zero_info`. Hydra has
-    configured the handler of the root logger, which gets all messages.
+    Messages of callbacks stay, and those that a user's code logs by `rank_zero_info`. The handler
+    of the root logger gets them. A second call changes nothing.
     """
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)

@@ -47,18 +47,14 @@ class LanguageModel(pl.LightningModule):
             lists.
         make_optimizer: Function that builds the optimizer for the parameters of a module.
         make_schedule: Function that builds Lightning's `lr_scheduler` dict for an optimizer. It is
-            stepped after each optimizer step, unless the dict has another `interval`.
-        loss: Label smoothing and z-loss of the training loss. `val/loss` and `test/loss` are the
-            cross entropy alone.
+            stepped after each optimizer step, unless the dict has another `interval`. None for no
+            schedule.
+        loss: Label smoothing and z-loss of the training loss, None for neither. `val/loss` and
+            `test/loss` are the cross entropy alone.
         metrics: Name -> metric. In validation and test each metric is updated with logits (N, V)
             and targets (N,), in chunks, and logged as `val/<name>` and `test/<name>`.
         token_bytes: Number of bytes of text that each token stands for, (V,) int64, for
-            `val/bits_per_byte` and `test/bits_per_byte`.
-
-    Attributes:
-        eval_sums: Sums over the batches that this rank has evaluated since the last
-            `take_evaluation`: nats, number of targets and, with `token_bytes`, number of bytes. The
-            key "" has the sums over all batches, other keys those of a part of a mixture.
+            `val/bits_per_byte` and `test/bits_per_byte`. None leaves these out.
     """
 
     def __init__(
@@ -89,10 +85,10 @@ class LanguageModel(pl.LightningModule):
         return self.net(tokens, **layout_argument(documents))
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the loss that training_step minimizes, in nats per target.
+        """Return the loss that training_step minimizes, a scalar in nats per target.
 
         The loss is the mean cross entropy over the targets that are not -100, with the label
-        smoothing and the z-loss of `loss_options`. If `targets` are those of a batch of gptrain's
+        smoothing and the z-loss of the config. If `targets` are those of a batch of gptrain's
         loader, the mean is taken over the targets of the whole optimizer step: the values of all
         micro-steps and data ranks average to this mean, also if the micro-batches have different
         numbers of targets. For targets that training_step or a hook has changed, for batches of
@@ -107,7 +103,7 @@ class LanguageModel(pl.LightningModule):
 
         Args:
             tokens: Token ids (B, T), int64.
-            targets: Next tokens (B, T), int64.
+            targets: Next tokens (B, T), int64, or -100.
             documents: Index of the document of each token, (B, T), int64, if documents must not see
                 each other.
 
@@ -147,8 +143,12 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums of the evaluation and update the metrics.
 
-        All ranks that compute one net together must call this method. Arguments and errors are
-        those of `loss`. `part` is the part of a mixture whose loss is also logged separately.
+        All ranks that compute one net together must call this method. `take_evaluation` returns the
+        results. The other arguments, and the errors, are those of `loss`.
+
+        Args:
+            part: Name of the part of a mixture whose loss is also logged separately. None for no
+                part.
         """
         parallel = self._parallel()
         batch = Batch(tokens, targets, documents)
@@ -170,9 +170,13 @@ class LanguageModel(pl.LightningModule):
         """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
 
         Collective. The scalars are `<prefix>/loss` in nats per target, `<prefix>/perplexity`,
-        `<prefix>/bits_per_byte` if there are `token_bytes`, `<prefix>/<name>` of each metric, and
-        `<prefix>/<part>/loss` of each part of a mixture. No batch, as in a fit without validation,
-        gives an empty dict.
+        `<prefix>/bits_per_byte` if there are `token_bytes`, `<prefix>/<name>` of each metric
+        (`<prefix>/<name>/<key or index>` if its value has several numbers), and
+        `<prefix>/<part>/loss` of each part of a mixture. If no batch was evaluated, as in a fit
+        without validation, the dict is empty.
+
+        Args:
+            prefix: "val" or "test".
 
         Raises:
             DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
@@ -207,7 +211,8 @@ class LanguageModel(pl.LightningModule):
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer of the config group `optimizer` for the parameters of a module.
 
-        A subclass may call this method in its own configure_optimizers.
+        A subclass may call this method in its own configure_optimizers. Parameters without
+        `requires_grad` are left out.
 
         Raises:
             ConfigError: If the optimizer does not take an option of the config or cannot train this
@@ -244,14 +249,16 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Clip the gradients by the norm of the gradients of the full net, over all ranks.
 
-        Lightning calls this method once per optimizer step; without a `gradient_clip_val` it only
-        measures the norm. Lightning's own code would use the norm of this rank's shards. Clipping
-        by value, and clipping under a strategy that is not gptrain's, is left to Lightning.
+        Collective. Lightning calls this method once per optimizer step; without a
+        `gradient_clip_val` it only measures the norm. Clipping by value, and clipping under a
+        strategy that is not gptrain's, is left to Lightning.
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients of fused
-        optimizers, which remove it themselves. This method removes it before it clips. Collective.
-        Raises the errors of `GPTStrategy.clip`, and an IncompatibleModelError if a hook has changed
-        the gradients of a pipeline.
+        optimizers, which remove it themselves. This method removes it before it clips.
+
+        Raises:
+            IncompatibleModelError: If other code has changed the gradients of a pipeline.
+            RefusedStepError, DataError: As in `GPTStrategy.clip`.
         """
         strategy = self.trainer.strategy
         self._parallel().check_gradients()

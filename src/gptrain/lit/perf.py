@@ -16,7 +16,12 @@ from gptrain.lit.measure import find_peak, wait_for
 class Speed:
     """Measures the speed of a training over intervals of several optimizer steps.
 
-    `trainer` is fitting, and its training data loader exists. Without a net perf/mfu is left out.
+    Build it when the training begins, which begins the first interval: `trainer` has its training
+    data loader.
+
+    Args:
+        trainer: Trainer that is fitting.
+        net: Net whose FLOPs are counted. None leaves out perf/mfu.
 
     Attributes:
         peak: Peak FLOP/s of one device, and its text. None on ranks other than 0.
@@ -48,7 +53,12 @@ class Speed:
         self._begin = (self._trainer.global_step, time.perf_counter(), waited_s)
 
     def read(self) -> dict[str, float]:
-        """Wait for the device, return the values of the interval that ends, and begin a new one."""
+        """Wait for the device, end the interval, begin a new one, and return the values by name.
+
+        The names are `tokens` and those of perf/* in `TrainingMonitor`, which also has their units.
+        perf/mfu is left out on ranks other than 0 and without a net, and perf/gpu_mem_peak_gib on
+        devices other than CUDA.
+        """
         begin = self._begin
         self.start()
         steps, seconds, waited_s = (b - a for a, b in zip(begin, self._begin, strict=True))
@@ -70,7 +80,7 @@ class Speed:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank: of tensors on a CUDA device, else of the process."""
+    """Return the peak memory of this process, in bytes: on a CUDA device that of its tensors."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
@@ -78,7 +88,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_matrix_weights(net: nn.Module) -> int:
-    """Return the number of weights in matrices, except those that only an nn.Embedding holds."""
+    """Return the number of weights of a net that multiply activations, each shared one once.
+
+    These are all parameters with at least two dimensions, except those that only nn.Embedding
+    holds.
+    """
     layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
     return sum(weight.numel() for weight in weights if weight.ndim >= 2)

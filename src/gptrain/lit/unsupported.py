@@ -27,7 +27,10 @@ REFUSED: dict[type[Callback], str] = {
 
 
 def check_supported(trainer: Trainer) -> None:
-    """Raise a ConfigError if a callback is in the table, also one that code of the user added."""
+    """Raise a ConfigError if a callback is in REFUSED, also one that code of the user added.
+
+    WeightAveraging is allowed if every rank holds the full net.
+    """
     is_partitioned = strategy_of(trainer).parallel.is_partitioned
     for callback in callbacks_of(trainer):
         for kind, hint in REFUSED.items():

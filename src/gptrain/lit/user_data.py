@@ -33,9 +33,11 @@ class UserData(Dataset):
         world_size: Number of ranks, over which Lightning divides the samples of the loader.
 
     Attributes:
+        module: User's data module.
         batch_size: Samples of a batch of one rank, counted in the first batch if the dataset makes
             the batches.
-        epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH for a stream.
+        lengths: Lengths of the run. It exists once `start` was called.
+        train, val: None, because the datasets are not known.
 
     Raises:
         ConfigError: If the loader is no DataLoader.
@@ -82,14 +84,20 @@ class UserData(Dataset):
         return tuple(batch) if isinstance(batch, list) else batch
 
     def describe(self, n_samples: int) -> str:
-        """Return the start line `data`, which says what is not exact. Ignores `n_samples`."""
+        """Return the text of the start line `data`, which names what is not exact.
+
+        `n_samples` is ignored.
+        """
         return (
             f"{type(self.module).__name__} · not exact: a resume within an epoch starts its order "
             "again, and several ranks may evaluate a sample twice"
         )
 
     def start(self, lengths: RunLengths) -> None:
-        """Store the lengths of the run, and make this object known to gptrain's callbacks."""
+        """Store the lengths of the run, and make this object known to gptrain's callbacks.
+
+        From then on `lightning.data_of` finds it, through an attribute of the data module.
+        """
         self.lengths = lengths
         setattr(self.module, USER_DATA, self)
 

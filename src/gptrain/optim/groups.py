@@ -8,12 +8,10 @@ from torch import nn
 def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict]:
     """Return the parameter groups for a torch optimizer with weight decay on matrices only.
 
-    Matrices get the weight decay of the optimizer. Vectors and scalars, such as biases and the
-    scales of norms, get none, because pulling them towards zero does not regularize. Parameters
-    without `requires_grad` are in no group. No group is empty, so there may be no group at all.
-
-    Args:
-        parameters: Parameters of a module, in any order.
+    Parameters with at least two dimensions get the weight decay of the optimizer. Vectors and
+    scalars, such as biases and the scales of norms, get none, because pulling them towards zero
+    does not regularize. Parameters without `requires_grad` are in no group. An empty group is left
+    out, so that there may be no group at all.
     """
     trained = [p for p in parameters if p.requires_grad]
     groups = [
@@ -40,14 +38,16 @@ def muon_groups(
 
     Args:
         net: Net whose attribute `blocks` has the hidden matrices.
-        parameters: Parameters to train, also those outside `net`. Defaults to those of `net`.
-        names: Name of each parameter of `net`, as `net.named_parameters` has it by default. A name
-            that begins with `head.` marks the head. A tied head counts as embedding if it has the
-            embedding's name. A parameter without a name counts as outside `net`.
-        embedding_lr: Learning rate of all tensors of `net` that are of no other kind. None for `lr`
-            of the optimizer.
-        head_lr: Learning rate of the head. None for `lr`.
-        vector_lr: Learning rate of biases and norms. None for `lr`.
+        parameters: Parameters to train, also those outside `net`. None stands for those of `net`.
+        names: Name of each parameter of `net` in the unpartitioned net. None stands for the names
+            in `net`. A name that begins with `head.` marks the head, so that a tied head that has
+            the name of the embedding counts as embedding. A parameter without a name counts as
+            outside `net`.
+        embedding_lr: Learning rate of all tensors of `net` that are neither hidden matrices nor
+            head nor vectors. None stands for the `lr` of the optimizer, which hidden matrices and
+            parameters outside `net` always have.
+        head_lr: Learning rate of the head. None stands for `lr`.
+        vector_lr: Learning rate of vectors and scalars of `net`. None stands for `lr`.
 
     Raises:
         ValueError: If the net has no attribute `blocks`.
@@ -81,7 +81,7 @@ def muon_groups(
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, reference_batch_size: int) -> float:
-    """Scale a learning rate from a reference batch size to the batch size of the run.
+    """Return a learning rate scaled from a reference batch size to the batch size of the run.
 
     Args:
         lr: Learning rate that suits `reference_batch_size`.

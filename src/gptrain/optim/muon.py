@@ -27,20 +27,13 @@ class Muon(torch.optim.Optimizer):
     are scaled to the size of AdamW's updates, so that a learning rate and a weight decay tuned for
     AdamW can be kept.
 
-    torch.optim.Muon differs in three ways. It accepts matrices only, while a training loop, a
-    schedule and a checkpoint need one optimizer for all parameters. It orthogonalizes one matrix at
-    a time, in bf16 on every device. It needs a collective for every matrix multiplication of a
-    sharded matrix, and repeats the same work on all ranks for a replicated matrix. This class
-    orthogonalizes matrices of one shape as a batch, which the ranks that share the matrices divide
-    among themselves.
-
-    An optimizer step takes 2 to 4 % of the time of a training step (llama_nano, 16 k tokens, two
-    ranks under DDP, one thread each, AVX512-BF16). The planner knows its memory, and leaves out its
-    matrix multiplications and communication.
+    Unlike torch.optim.Muon, this class takes all parameters of a net, and orthogonalizes matrices
+    of one shape as a batch, which the ranks that share the matrices divide among themselves. On a
+    device without fast bf16 it computes in fp32.
 
     Args:
-        params: Parameter groups. A group with `use_muon=True` has matrices only. A group without
-            `use_muon` is updated by AdamW. `muon_groups` makes such groups.
+        params: Parameter groups, as `muon_groups` makes them. A group with `use_muon=True` has
+            matrices only. A group without `use_muon` is updated by AdamW.
         lr: Learning rate of groups without their own.
         betas: Decay rates of AdamW's averages.
         eps: Epsilon of AdamW.
@@ -49,12 +42,14 @@ class Muon(torch.optim.Optimizer):
         fused: True to run AdamW as one kernel. It must be False on devices without that kernel.
 
     Attributes:
-        replicas: Mesh of the ranks that hold the same plain (not sharded) weights and gradients.
-            None if this rank works alone. Sharded weights use their own mesh.
-        found_inf: Scalar on the device of the parameters. If it is 1, the next step changes neither
-            parameters nor state. None if the optimizer is not asked to skip steps. AdamW must be
-            fused.
-        skips_on_device: True. gptrain then knows that this class reads `found_inf`.
+        replicas: Mesh of the ranks that hold the same plain (not sharded) weights and gradients,
+            which the caller sets. None if this rank works alone. Sharded weights use their own
+            mesh.
+        found_inf: Scalar on the device of the parameters, which the caller sets before a step. If
+            it is 1, the step changes neither parameters nor state. None for steps that are always
+            taken. It requires `fused`.
+        skips_on_device: True, by which gptrain knows that this class reads `found_inf`.
+        parameter_groups: `muon_groups`. gptrain calls it to make `params`.
 
     Raises:
         ValueError: If a group with `use_muon=True` has a parameter that is not a matrix, or if
@@ -104,11 +99,11 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient, unless `found_inf` is 1.
 
-        All ranks that share weights, in `replicas` or in the mesh of a DTensor, must call this
-        method, because they divide the orthogonalization among themselves.
+        All ranks of `replicas`, and all ranks of the mesh of a DTensor, must call this method,
+        because they divide the orthogonalization among themselves.
 
         Args:
-            closure: Function that computes the gradients and returns the loss.
+            closure: Function that computes the gradients and returns the loss, or None.
 
         Returns:
             The result of the closure, or None without a closure.
@@ -191,18 +186,10 @@ def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def _orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
-    """Orthogonalize matrices, divide the work among the ranks, and return this rank's shards.
+    """Orthogonalize matrices of one shape, and return the stack (N, rows, columns) of local shards.
 
-    The ranks of the DTensors' mesh, or for plain tensors of `replicas`, exchange shards, so that
-    each has some full matrices, and then the results. All of them must call it.
-
-    Args:
-        matrices: Matrices of one shape, at least one: DTensors of one sharding, or plain tensors
-            that are identical on all ranks of `replicas`.
-        replicas: Mesh that divides the work for plain tensors. None: this rank does all of it.
-
-    Returns:
-        The stack (N, rows, columns) of the local shards, in the dtype of `native_dtype`.
+    The ranks of the DTensors' mesh, or for plain tensors of `replicas`, divide the work: all of
+    them must call it. Without a mesh this rank does all of it.
     """
     first = matrices[0]
     mesh = first.device_mesh if isinstance(first, DTensor) else replicas
@@ -223,13 +210,7 @@ def _orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -
     stack_by_matrix = gathered.redistribute(placements=by_matrix)
     del gathered
     local_result = _orthogonalize(stack_by_matrix.to_local(), dtype).contiguous()
-    result = DTensor.from_local(
-        local_result,
-        mesh,
-        by_matrix,
-        shape=stack_by_matrix.size(),
-        stride=stack_by_matrix.stride(),
-    )
+    result: Any = _shard_of(stack_by_matrix, local_result)
     if is_gloo:
         for axis in reversed(range(mesh.ndim)):
             result = result.redistribute(placements=[*by_matrix[:axis], *replicated[axis:]])
@@ -256,7 +237,10 @@ def _orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def native_dtype(device: torch.device) -> torch.dtype:
-    """Return fp32 for a CPU without AVX512-BF16 and an NVIDIA GPU before Ampere, else bf16."""
+    """Return the dtype of fast matrix multiplications on a device, bf16 or fp32.
+
+    It is fp32 for a CPU without AVX512-BF16 and for an NVIDIA GPU before Ampere, else bf16.
+    """
     has_bf16 = True
     if device.type == "cpu":
         has_bf16 = torch.cpu._is_avx512_bf16_supported()

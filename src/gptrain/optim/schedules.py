@@ -22,11 +22,11 @@ def warmup_cosine(
 
     Args:
         step: Optimizer step, counted from 0.
-        warmup_steps: Number of steps of the warm-up.
+        warmup_steps: Number of steps of the warm-up. The factor is 1 at step `warmup_steps`.
         total_steps: Number of steps of the run.
         start_factor: Factor at step 0, if there is a warm-up.
-        min_factor: Factor from step `total_steps - 1` on, if the warm-up has ended by then.
-            Otherwise the factor from the end of the warm-up on.
+        min_factor: Factor from step `total_steps - 1` on. If the warm-up ends only then or later,
+            factor from its end on.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -39,7 +39,9 @@ def warmup_linear(
 ) -> float:
     """Return the factor of a linear warm-up followed by a linear decay from 1 to `min_factor`.
 
-    The arguments are those of `warmup_cosine`.
+    The arguments are those of `warmup_cosine`: the warm-up rises from `start_factor` at step 0 to 1
+    at step `warmup_steps`, and the decay ends at step `total_steps - 1`. Later steps have
+    `min_factor`.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -57,15 +59,19 @@ def warmup_stable_decay(
 ) -> float:
     """Return the factor of a linear warm-up, a phase at 1 and a linear decay to `min_factor`.
 
-    A run can be continued with more steps from any checkpoint before the decay.
-    Source: Hägele et al. 2024, arXiv:2405.18392, where a decay over a fifth of the run matches a
-    cosine of the same length.
-
-    The other arguments are those of `warmup_cosine`.
+    A run can be continued with more steps from any checkpoint before the decay. Source: Hägele et
+    al. 2024, arXiv:2405.18392, where a decay over a fifth of the run matches a cosine of the same
+    length.
 
     Args:
-        decay_steps: Number of steps of the decay at the end of the run. The decay begins after the
-            warm-up even if that leaves it fewer steps.
+        step: Optimizer step, counted from 0.
+        warmup_steps: Number of steps of the warm-up. The factor is 1 at step `warmup_steps`.
+        total_steps: Number of steps of the run.
+        start_factor: Factor at step 0, if there is a warm-up.
+        min_factor: Factor from step `total_steps - 1` on. If the warm-up ends only then or later,
+            factor from its end on.
+        decay_steps: Number of steps of the decay, which ends at step `total_steps - 1`. A decay
+            that would begin within the warm-up begins at its end.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -76,7 +82,10 @@ def warmup_stable_decay(
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
     """Return the factor of a linear warm-up followed by a constant phase at 1.
 
-    The arguments are those of `warmup_cosine`.
+    Args:
+        step: Optimizer step, counted from 0.
+        warmup_steps: Number of steps of the warm-up. The factor is 1 at step `warmup_steps`.
+        start_factor: Factor at step 0, if there is a warm-up.
     """
     return _warmup(step, warmup_steps, start_factor) if step < warmup_steps else 1.0
 

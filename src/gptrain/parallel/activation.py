@@ -24,10 +24,16 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     """Make each of `net.blocks` recompute activations in its backward pass, in place.
 
-    Losses and gradients stay the same, also with dropout. "full" keeps only the input of a block:
-    least memory, a third more FLOPs. "selective" also keeps the outputs of matrix multiplications
-    and attention. "none" does nothing. Running averages of batch normalization in a block are an
-    IncompatibleModelError.
+    Losses and gradients stay the same, also with dropout.
+
+    Args:
+        net: Net with `blocks`, unless the mode is "none".
+        mode: "full" keeps only the input of a block, which takes the least memory and a third more
+            FLOPs. "selective" also keeps the outputs of matrix multiplications and attention.
+            "none" changes nothing.
+
+    Raises:
+        IncompatibleModelError: If a block has a batch normalization with running averages.
     """
     if mode == "none":
         return
@@ -45,10 +51,13 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
 
 
 def apply_compile(net: nn.Module, mode: str) -> None:
-    """Compile `forward` of each of `net.blocks` ("blocks"), or of the net ("model"), in place.
+    """Compile a net with torch.compile, in place. The code is generated at the first call.
 
-    "model" also compiles `hidden`. "none" does nothing. Equal blocks share their code, so "blocks"
-    takes a fraction of the compile time of "model".
+    Args:
+        net: Net, with `blocks` if the mode is "blocks".
+        mode: "blocks" compiles `forward` of each block: equal blocks share their code, so this
+            takes a fraction of the time of "model", which compiles `net.forward` and, if the net
+            has it, `net.hidden`. "none" changes nothing.
     """
     if mode == "blocks":
         for block in net.get_submodule("blocks").children():

@@ -69,14 +69,15 @@ from gptrain.parallel.tensor import (
     vocab_parallel_loss,
 )
 
-CPU = torch.device("cpu")
-
 
 class Batch(NamedTuple):
-    """Tokens, next tokens and documents of one rank's samples, (B, T) int64 each.
+    """Samples that a rank reads in one micro-step.
 
-    The loss ignores targets that are -100. `documents` has the index of each token's document, or
-    is None if tokens may attend to all documents of their sample.
+    Attributes:
+        tokens: Token ids, (B, T), int64.
+        targets: Next tokens, (B, T), int64. The loss ignores targets that are -100.
+        documents: Index of each token's document, (B, T), int64. None if a token may attend to all
+            tokens before it in its sample.
     """
 
     tokens: Tensor
@@ -89,43 +90,39 @@ class Parallel:
     """Partition a net over the ranks, and compute its loss, logits and gradients on this rank.
 
     All ranks must build the object, which creates the device mesh. The process group must exist,
-    except under `single`, the strategy of one device. A PipelineOptions needs a `Pipeline`.
+    except under `single`, the strategy of one device. For PipelineOptions build a `Pipeline`.
+
+    Call `partition` once while the net is built, and `prepare` once its optimizer is built.
 
     Attributes:
         options: `strategy` section of the config.
         dims: Number of ranks along each axis.
         device: Device of this rank.
         precision: Precision as Lightning names it.
-        net: Net or part of it that this rank holds. None before `partition`.
-        weights_device: Device of the weights, the CPU if they are offloaded.
-        name: Name of the strategy, `single` or `ddp` for "auto".
-        axes: Axes over which the strategy divides the work, also if one has a single rank.
-        shards: True if FSDP2 shards the parameters over the data and the context axis.
+        weights_device: Device of the weights: the CPU if they are offloaded, else `device`.
+        name: Key of STRATEGIES: for "auto" it is `single` or `ddp`.
+        axes: Axes over which the strategy divides the work, also if one has a single rank. Empty
+            under `single`.
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
-            a sequence. Saves can then be sharded.
-        mesh: Device mesh with the axes "pipeline", "data", "context" and "tensor". None under
-            `single`.
+            a sequence.
         ddp_arguments: Keyword arguments of DistributedDataParallel. Empty if it is not used.
-        data_group: Ranks that read different samples of the same step. None under `single`.
-        gradient_group: Ranks that average their gradients: those of the data and the context axes.
-            None under `single`.
-        step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
-        extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
-            object averages.
+        data_group: Group of this rank and the ranks that read other samples of the same step. None
+            under `single`.
+        step_mean: Divisor of the losses. `GPTStrategy` sets it inside of training_step. None
+            outside.
         forward_only: True if the loss must be computed from `forward`, although the net has
-            `hidden` and `head`.
+            `hidden` and `head`. `Comparison.check` sets it.
         may_skip_parameters: True if a rank's backward pass may leave out parameters that another
-            rank uses, as in a net of the user.
-        used: Names of the parameters that have got a gradient in this step. None if not recorded.
+            rank uses, as in a net of the user. `build_strategy` sets it.
         is_pipeline: True if no rank can call the net, and `mean_loss` also computes the gradients.
-        stages: Ranks that hold the pipeline stages, and the parameter names of a checkpoint.
-        chunked_loss: `chunked_next_token_loss`, or a form of it that is compiled or for a head
-            that the tensor ranks divide.
+        n_stages: Number of pipeline stages, 1 without a pipeline.
+        microbatches: Number of parts into which a pipeline divides a batch, 1 without a pipeline.
+        stages: Stages of the pipeline, as the functions of `parallel.state` need them.
     """
 
     options: Any = field(default_factory=partial(default_options, "single"))
     dims: ParallelDims = field(default_factory=ParallelDims)
-    device: torch.device = CPU
+    device: torch.device = torch.device("cpu")
     precision: str = "32-true"
     _net: Any = field(default=None, init=False)
     step_mean: StepMean | None = field(default=None, init=False)
@@ -164,10 +161,10 @@ class Parallel:
         return None if self._mesh is None else self._mesh.get_group(axis)
 
     def compile_loss(self) -> None:
-        """Compile the cross entropy of the chunked loss, on a CUDA device.
+        """Compile the cross entropy of the chunked loss. Call it before the first loss is computed.
 
-        The cross entropy takes a quarter of a step of GPT-2. Does nothing on other devices, where
-        compiling slows it down, and if tensor ranks divide the vocabulary.
+        Does nothing on a device other than CUDA, where it would be slower, and if tensor ranks
+        divide the vocabulary.
         """
         if self.device.type == "cuda" and TENSOR not in self.axes:
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
@@ -176,10 +173,15 @@ class Parallel:
     # Partitioning, while the net is built
 
     def partition(self, net: Net, activation_checkpointing: str, compile: str) -> None:
-        """Turn a full net into the part that this rank holds, in place, and keep it in `net`.
+        """Turn a full net into the part that this rank holds, in place. All ranks must call it.
 
-        Splits the net, applies the modes of `apply_activation_checkpointing` and `apply_compile`,
-        and then FSDP2. The errors are those of these functions.
+        Args:
+            net: Net that `check_fit` has accepted, with its weights or on the meta device.
+            activation_checkpointing: Mode of `apply_activation_checkpointing`.
+            compile: Mode of `apply_compile`.
+
+        Raises:
+            IncompatibleModelError: As in `apply_activation_checkpointing`.
         """
         self._split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
@@ -196,11 +198,12 @@ class Parallel:
             apply_context_parallel(net, cast(Any, self._group_along(CONTEXT)))
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Set what depends on the LightningModule and its optimizer, once both are built.
+        """Prepare this object and the optimizer for the steps, once module and optimizer are built.
 
-        Sets `optimizer.replicas`, if there is this attribute, `extra_parameters` and `used`. Turns
-        off the optimizer's kernels that cannot take the parameters: a multi-tensor kernel takes
-        DTensors or plain tensors, but not both, and SGD and Adagrad have no fused one for DTensors.
+        Changes the optimizer: its attribute `replicas`, if it has one, becomes the data axis of the
+        mesh if the ranks of this axis hold the same weights, without FSDP2; otherwise None. In the
+        parameter groups of a partitioned net, `fused` and `foreach` are switched off where torch
+        has no such kernel for the parameters.
         """
         if hasattr(optimizer, "replicas"):
             # Ranks that hold the same weights and gradients can divide the work of Muon.
@@ -223,11 +226,17 @@ class Parallel:
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the mean loss in nats per target of this rank's samples, a scalar.
 
-        Inside of training_step, with gradients, the sum of the losses is divided by
-        `StepMean.divisor` if the targets are those of the loader's batch, unchanged: the mean of
-        the returned values over micro-steps and data ranks is then that over all targets of the
-        step. Otherwise the divisor is the number of the given targets. All ranks between which the
-        net or a sequence is divided must call this method.
+        Inside of training_step, with gradients enabled and with the unchanged targets of gptrain's
+        loader, the mean of the returned values over micro-steps and data ranks is the mean over all
+        targets of the step: the sum of the losses is divided by the same number in each of them. In
+        all other cases the sum is divided by the number of the given targets, at least 1.
+
+        All ranks between which the net or a sequence is divided must call this method.
+
+        Args:
+            net: Net as `partition` has changed it.
+            batch: Samples that this rank reads. Ranks that share them pass the same.
+            options: Label smoothing and z-loss.
 
         Raises:
             IncompatibleModelError: If the net does not return logits (B, T, V).
@@ -237,17 +246,17 @@ class Parallel:
         return total / divisor.to(total.dtype)
 
     def _count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Return the divisor of `mean_loss`, a scalar, and count targets (B, T) in `step_mean`."""
+        """Return the divisor of `mean_loss`, and count the targets (B, T) in `step_mean`."""
         if self.step_mean is not None and torch.is_grad_enabled():
             return self.step_mean.count_and_get_divisor(targets)
         return count_targets(targets)
 
     def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Run the net on this rank's samples and return the sum of the losses in nats, a scalar.
+        """Return the sum of the losses in nats of this rank's samples, a scalar.
 
-        The logits (B, T, V) are not stored in full if `uses_hidden(net)`. Under context parallelism
-        each rank computes its own positions, and all get the sum. The same ranks as for `mean_loss`
-        must call it, and the errors are the same.
+        The full logits (B, T, V) are never in memory if `uses_hidden(net)`. Arguments and errors
+        are those of `mean_loss`, and the same ranks must call it. Ranks that share samples get the
+        same sum.
         """
         tokens, targets, documents = batch
         layout: dict[str, Any] = layout_argument(documents)
@@ -270,26 +279,43 @@ class Parallel:
         return total
 
     def uses_hidden(self, net: nn.Module) -> bool:
-        """Return whether the loss is computed from `hidden` and `head` of the net."""
-        return not self.forward_only and supports_chunked_loss(net)
+        """Return whether the loss is computed from `hidden` and `head` of a net, not `forward`.
+
+        The net must have `hidden`, and a `head` that is an nn.Linear without bias.
+        """
+        head = getattr(net, "head", None)
+        has_parts = hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
+        return has_parts and not self.forward_only
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Return the sum of the losses in nats of hidden states (B, T, D), by `net.head`."""
+        """Return the sum of the losses in nats of hidden states, a scalar.
+
+        Args:
+            net: Net with a `head` that is an nn.Linear. With a bias the full logits are in memory.
+            hidden: Hidden states (B, T, D) after the final norm.
+            targets: Target token ids, (B, T). Targets that are -100 do not count.
+            options: Label smoothing and z-loss.
+        """
         arguments: dict[str, Any] = {"reduction": "sum", **asdict(options)}
         if net.head.bias is not None:
             return next_token_loss(net.head(hidden), targets, **arguments)
         return self._chunked_loss(hidden, net.head.weight, targets, **arguments)
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of a full net by `hidden` and `head`. Ignores `targets`."""
+        """Return the logits (B, T, V) of a full net, by the parts that the strategy calls.
+
+        These are `hidden` and `head`, or the parts of the stages of a pipeline. `targets` is
+        ignored.
+        """
         return F.linear(net.hidden(tokens), net.head.weight)
 
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V), fp32 or fp64, and targets (C,) of C positions at a time.
+        """Yield the logits (C, V), in fp32 or fp64, and targets (C,) of some positions at a time.
 
-        Positions with target -100 are left out, and no gradient is computed. All ranks between
-        which the net or a sequence is divided must iterate.
+        Positions with target -100 are left out, and no gradient is computed. Arguments and errors
+        are those of `mean_loss`. All ranks between which the net or a sequence is divided must
+        iterate. Each of them gets all positions, but in a pipeline only the last stage gets any.
         """
         tokens, targets, documents = batch
         layout = layout_argument(documents)
@@ -298,7 +324,10 @@ class Parallel:
         return logits_in_chunks(net_logits(net, tokens, targets, **layout), nn.Identity(), targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`. A pipeline calls it on the last stage, whose value all ranks get."""
+        """Return the result of `compute`, a function without arguments. Collective in a pipeline.
+
+        A pipeline calls it on its last stage only, and all ranks of the pipeline get the result.
+        """
         return compute()
 
     # Gradients of a step
@@ -311,8 +340,9 @@ class Parallel:
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass. Collective.
 
-        Averages the gradients of `extra_parameters`, which FSDP leaves out, and adds up those of
-        `partial_parameters`. DDP and FSDP have averaged all others in the backward pass.
+        DDP and FSDP have averaged gradients over the ranks in the backward pass. This method
+        completes those that they leave out, in place. If only other ranks use a parameter, its
+        gradient becomes zeros.
 
         Raises:
             IncompatibleModelError: If the ranks use different parameters, without
@@ -329,7 +359,7 @@ class Parallel:
             sum_gradients(self.partial_parameters, cast(Any, self._group_along(TENSOR)))
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients over `gradient_group`. Collective. Errors as in `finish_gradients`."""
+        """Average gradients over `_gradient_group`. Collective. Errors as in `finish_gradients`."""
         group = self._gradient_group
         if group is not None and group.size() > 1:
             is_used = {p: p.grad is not None for p in parameters if p.requires_grad}
@@ -337,27 +367,27 @@ class Parallel:
             sum_gradients(is_used, group, divisor=group.size())
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Scale gradients so that their global L2 norm is at most `max_norm`. Collective.
+        """Scale gradients in place so that their norm is at most `max_norm`. Collective.
 
-        Returns the norm before, a scalar tensor, which counts the shards of all ranks. A `max_norm`
-        of None or 0 only measures the norm.
+        Args:
+            parameters: Parameters of the optimizer on this rank. Those without a gradient are left
+                out.
+            max_norm: Largest L2 norm of all gradients together. None or 0 changes no gradient.
+
+        Returns:
+            The norm of all gradients of all ranks before, a scalar tensor, the same on all ranks.
         """
         return clip_grad_norm(parameters, max_norm)
 
     def check_gradients(self) -> None:
-        """Do nothing. A pipeline raises an IncompatibleModelError if a hook changed gradients."""
-
-
-def supports_chunked_loss(net: nn.Module) -> bool:
-    """Return whether the net has `hidden`, and a `head` that is an nn.Linear without bias."""
-    head = getattr(net, "head", None)
-    return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
+        """Do nothing. In a pipeline see `Pipeline.check_gradients`."""
 
 
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor, **layout: Any) -> Tensor:
     """Run the net on tokens (B, T) and return its logits (B, T, V).
 
-    Any other result, compared with the shape of `targets` (B, T), is an IncompatibleModelError.
+    `layout` has further keyword arguments of the net. Raises an IncompatibleModelError if the net
+    returns anything else, of which the shape (B, T) is that of `targets`.
     """
     logits = net(tokens, **layout)
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"

@@ -57,7 +57,8 @@ _Tensors = dict[str, Tensor]  # by the names that a message shows
 def is_of_library(net: nn.Module) -> bool:
     """Return whether all layers of a net are of gptrain.models or torch.nn, and unchanged.
 
-    A layer with a buffer, a forward hook, or a method that was replaced on the object is changed.
+    A layer with a buffer or a forward hook is changed, or one whose `forward`, `embed` or `hidden`
+    was replaced on the object.
     """
     return all(
         type(part).__module__.startswith(_LIBRARIES)
@@ -73,7 +74,7 @@ class Comparison:
 
     Attributes:
         full_net: Net before it is partitioned, for example on the meta device.
-        make_net: Function that builds it.
+        make_net: Function that builds the net. It is called several times.
         parallel: Strategy of the run.
         mode: Value of model.activation_checkpointing: none, selective or full.
     """
@@ -89,11 +90,11 @@ class Comparison:
         All ranks must call this method, before the net of the run is built. It changes the state of
         the random generators. If the plain net fails on the sample, nothing is compared, and a
         partitioning strategy logs a warning. Outside of a pipeline, sets `parallel.forward_only` if
-        `hidden` and `head` compute other logits than `forward` in training, or if nothing was
-        compared.
+        nothing was compared, or, with a warning, if `hidden` and `head` compute other logits than
+        `forward` in training.
 
         Args:
-            sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
+            sample: Tokens (T,) of one sample of the data, integers. Rank 0's sample is used.
 
         Raises:
             IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of

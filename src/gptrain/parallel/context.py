@@ -31,10 +31,15 @@ from gptrain.parallel.tensor import gather_sequence, pad_layout
 
 @dataclass(frozen=True)
 class PartLayout(SequenceLayout):
-    """Layout of the part of each sequence that one rank computes: its `positions`.
+    """Layout of the part of each sequence that one rank computes.
 
-    `documents` and `block_mask` are those of the full sequences, `index` (t,) the places of the
-    part, and `is_padding` (t,) is True where a place is after the end.
+    Attributes:
+        positions: Positions of the tokens of the part, for the position embedding, (t,) or (B, t).
+        documents: Documents of the full sequences, as in `SequenceLayout`.
+        block_mask: Mask of the full sequences, as in `SequenceLayout`.
+        index: Places of the part's tokens in a full sequence (T,), of shape (t,). Places after the
+            end are T - 1, the place of the last token.
+        is_padding: True for the places after the end, (t,).
     """
 
     index: Tensor = field(kw_only=True)
@@ -42,7 +47,12 @@ class PartLayout(SequenceLayout):
 
 
 def apply_context_parallel(net: Net, group: dist.ProcessGroup) -> None:
-    """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place."""
+    """Divide the sequences that a net computes over a group of ranks, in place.
+
+    `net(tokens)` and `net.hidden(tokens)` still take and return full sequences (B, T), and are then
+    collective: all ranks of the group pass the same tokens. With a PartLayout as `layout` they take
+    the tokens (B, t) of this rank's part and return the results of the part.
+    """
     exchange = _AllToAllHeads(group)
     for name, attention in net.named_modules():
         if any(fnmatch(name, pattern) for pattern in net.context_plan):
@@ -59,11 +69,7 @@ def _run_part(
     cache: None = None,
     layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """Run a method of the net on this rank's part of the sequences. Collective.
-
-    Without a PartLayout, `tokens` (B, T) and the result (B, T, ...) are full sequences. With one,
-    both are this rank's part, (B, t) and (B, t, ...). A cache is a ValueError.
-    """
+    """Run a method of the net on this rank's part of the sequences. A cache is a ValueError."""
     if cache is not None:
         raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
     if isinstance(layout, PartLayout):
@@ -79,7 +85,15 @@ def _run_part(
 def part_layout(
     tokens: Tensor, group: dist.ProcessGroup, layout: SequenceLayout | None = None
 ) -> PartLayout:
-    """Return the layout of this rank's positions. Copies of the last token pad the sequences."""
+    """Return the layout of this rank's part of sequences of T tokens.
+
+    All ranks have parts of T / n tokens, rounded up, so the last parts may reach over the end.
+
+    Args:
+        tokens: Tokens of the full sequences, (B, T).
+        group: The n ranks that share the sequences.
+        layout: Layout of the full sequences. None if they are not divided into documents.
+    """
     n_tokens = tokens.shape[1]
     part_length = -(-n_tokens // group.size())
     place = torch.arange(part_length, device=tokens.device) + group.rank() * part_length  # (t,)

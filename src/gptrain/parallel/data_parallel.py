@@ -42,7 +42,10 @@ def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
-    """Return (state, hook) of a `strategy.comm_hook` for register_comm_hook; None for "none"."""
+    """Return the arguments (state, hook) of register_comm_hook for a value of `strategy.comm_hook`.
+
+    Returns None for "none", which needs no hook.
+    """
     if name == "none":
         return None
     if name == "powersgd":
@@ -56,7 +59,14 @@ def _bf16_compress(group, bucket):
 
 
 def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: str) -> None:
-    """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net."""
+    """Shard a net with FSDP2, in place: each of `net.blocks` by itself, then the rest of the net.
+
+    Args:
+        net: Net with `blocks`, of plain parameters or of DTensors on the tensor axis.
+        mesh: Mesh of `build_shard_mesh`, over which the parameters are sharded.
+        options: Options of FSDP2.
+        precision: Precision as Lightning names it.
+    """
     # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
     # in fp32. Under any other precision both keep the type of the parameters.
     autocast = find_precision(precision).autocast
@@ -84,7 +94,11 @@ def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: s
 
 
 def watch_use(net: Any) -> set[str]:
-    """Return a set that records the names of the parameters that get a gradient on this rank."""
+    """Return a set that collects the names of the parameters that get a gradient on this rank.
+
+    Call it once for a net that `apply_fsdp` has sharded, before its first forward pass. Each
+    backward pass adds names of `net.named_parameters()`. The caller clears the set after each step.
+    """
     # torch 2.11 has no such method
     if reduce_unused := getattr(net, "set_reduce_scatter_unused_params", None):
         reduce_unused(True)

@@ -15,9 +15,10 @@ from gptrain.parallel.requirements import IncompatibleModelError
 def sum_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1
 ) -> None:
-    """Replace each gradient by its sum over a group of ranks, divided by `divisor`. Collective.
+    """Replace each gradient, in place, by its sum over a group of ranks, divided by `divisor`.
 
-    All ranks must have the same gradients in the same order (`check_use`).
+    Collective. Parameters without a gradient are left out. All ranks must have the same gradients
+    in the same order (`check_use`). With a group of one rank nothing is changed.
     """
     if group.size() == 1:
         return
@@ -38,11 +39,20 @@ def sum_gradients(
 def check_use(
     is_used: Mapping[nn.Parameter, bool], group: dist.ProcessGroup, finds_unused: bool
 ) -> None:
-    """Make the ranks of a group agree on which parameters have a gradient in this step.
+    """Make the ranks of a group agree on which parameters have a gradient in this step. Collective.
 
-    A parameter that only other ranks use gets zeros, or is an IncompatibleModelError if
-    `finds_unused` is False; one that no rank uses has no gradient. Collective: all ranks pass the
-    same parameters in the same order. Only a rank that lacks a gradient waits for its device.
+    A parameter that only other ranks use gets a gradient of zeros. A parameter that no rank uses
+    gets none.
+
+    Args:
+        is_used: Parameter -> whether this rank has computed a gradient. All ranks pass the same
+            parameters in the same order.
+        group: Ranks that must agree.
+        finds_unused: Value of `strategy.find_unused_parameters`.
+
+    Raises:
+        IncompatibleModelError: On a rank that lacks a gradient that others have, if `finds_unused`
+            is False.
     """
     if not is_used:
         return
@@ -70,12 +80,21 @@ def clip_grad_norm(
     stages: dist.ProcessGroup | None = None,
     counted_on_other_stage: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Clip gradients in place to `max_norm`, and return their global norm before clipping.
+    """Scale gradients in place so that their global norm is at most `max_norm`. Collective.
 
-    norm^2 = sum over ranks of |local gradient|^2. The first of the ranks that hold the same values
-    counts them, and this rank leaves out `counted_on_other_stage`. All ranks of the mesh and of
-    `stages`, those of a pipeline, must call it. A `max_norm` of None or 0 only measures. The norm
-    is a scalar tensor in fp32, for fp64 parameters in fp64, and the host does not wait.
+    All ranks of the mesh and of `stages` must call it. The host does not wait for the device.
+
+    Args:
+        parameters: Parameters of this rank. Those without a gradient are left out. All DTensors
+            must have the same mesh.
+        max_norm: Largest norm. None or 0 changes no gradient.
+        stages: Ranks of the pipeline, each with its own parameters. None without a pipeline.
+        counted_on_other_stage: Parameters that several stages hold, and that another rank counts in
+            the norm.
+
+    Returns:
+        The L2 norm of all gradients of all ranks before, a scalar tensor, the same on all ranks. It
+        is in fp64 if a parameter is, else in fp32.
     """
     parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.

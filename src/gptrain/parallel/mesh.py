@@ -23,15 +23,23 @@ _AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
 
 
 def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
-    """Build the device mesh with the four axes, also those of one rank. Collective."""
+    """Build the mesh with the axes "pipeline", "data", "context" and "tensor". Collective.
+
+    An axis of one rank is an axis, too. `device_type` is torch's, such as "cuda".
+    """
     sizes = tuple(getattr(dims, axis) for axis in _AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=_AXES)
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
-    """Return the mesh over which FSDP shards the parameters, of neighbouring ranks. Collective.
+    """Return the mesh over which FSDP2 shards the parameters. All ranks must call it.
 
-    With a context axis it is one axis of all ranks, with replicas (HSDP) "replicate" and "shard".
+    It is the data axis of `mesh`. With several context ranks it has one axis of all ranks, and with
+    several replicas (HSDP) the axes "replicate" and "shard".
+
+    Args:
+        mesh: Result of `build_mesh`.
+        dims: Number of ranks along each axis, and of replicas.
     """
     if dims.context > 1:
         return init_device_mesh(mesh.device_type, (dims.gradient_ranks,), mesh_dim_names=("shard",))
@@ -50,20 +58,23 @@ def start_group(
     store: dist.Store,
     is_one_node: bool = True,
 ) -> None:
-    """Create the process group of the job, unless one exists. `run_rank` destroys it.
+    """Create the process group of the job, unless one exists. All ranks must call it.
 
-    On one node gloo and NCCL use the loopback interface, so that no port can be reached from other
-    machines.
+    The caller destroys the group (`runtime.rank.run_rank`).
 
     Args:
         backend: Backend of torch.distributed, for example "nccl".
         device: Device of this rank. A CUDA device becomes the current device.
-        timeout_s: Time for which a rank waits for the others, and timeout of the collectives. With
-            NCCL the collectives have at least an hour.
+        rank: Rank of this process in the job.
+        world_size: Number of ranks of the job.
+        timeout_s: Time for which a rank waits for the others, and timeout of the collectives, which
+            with NCCL is at least an hour.
         store: Store through which the ranks find each other (`runtime.process.start_store`).
+        is_one_node: True lets gloo and NCCL use the loopback interface, unless an environment
+            variable names another, so that no port can be reached from other machines.
 
     Raises:
-        TimeoutError: If not all ranks start in time.
+        TimeoutError: If not all ranks call it in time.
     """
     if dist.is_initialized():
         return
@@ -94,14 +105,21 @@ def after_rank_0(
 ) -> T:
     """Call a function on rank 0 first, then on all other ranks, and return its result.
 
-    The function may write files that the other ranks then read. The other ranks wait for a key of
-    the store, not in a collective: preparing a corpus can take hours longer than the timeout of
-    collectives. All ranks call it, once per process group and key, because the key stays set.
-    Without a process group the function is only called. Its errors pass unchanged.
+    All ranks call it, once per process group and key, because the key stays set. The other ranks
+    wait without a collective, whose timeout would be too short to prepare a corpus. Without a
+    process group the function is only called.
+
+    Args:
+        function: Function without arguments. It may write files that the other ranks then read.
+        rank: Rank of this process.
+        timeout_s: Time for which the other ranks wait.
+        key: Key of the store that rank 0 sets when the function has returned.
 
     Raises:
         TimeoutError: On the other ranks, if rank 0 fails or does not return within `timeout_s`.
         RuntimeError: On the other ranks, if the store has ended (DistNetworkError).
+
+    Errors of the function pass unchanged.
     """
     if not dist.is_initialized():
         return function()
@@ -124,10 +142,11 @@ def _wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> No
 
 
 def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:
-    """Call a function on rank 0 only, and return on all ranks when rank 0 has finished.
+    """Call `finish` on rank 0 only, and return on all ranks when it has returned.
 
-    The other ranks also return if rank 0 has exited or exceeds the timeout. Waiting ranks take part
-    in no collective, and a second call would not wait: call it once, at the end of the run.
+    All ranks call it, once, at the end of the run: a second call would not wait. Waiting ranks take
+    part in no collective. They also return if rank 0 has exited, or if `timeout_s` have passed.
+    Errors of `finish` are raised on rank 0.
     """
     name = "rank 0 has finished"
     if rank == 0:

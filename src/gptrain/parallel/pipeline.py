@@ -44,19 +44,12 @@ class Pipeline(Parallel):
     If head and embedding share a weight, the first and the last rank both hold the weight and sum
     its gradients. The copies stay equal, because equal weights get equal updates.
 
-    `mean_loss` runs the schedule, with the forward and backward passes of a micro-step, inside of
-    training_step. `backward` of the returned loss multiplies these gradients by the gradient that
-    arrives there, and adds them to `grad`: the loss may be scaled, or be a sum of several.
+    `mean_loss` runs the schedule, with the forward and backward passes of a micro-step. `backward`
+    of the returned loss multiplies these gradients by the gradient that arrives there, and adds
+    them to `grad`: the loss may be scaled, or be a sum of several.
 
     A hook, or a penalty on the net, would change the gradients of one stage only. So every step
     raises an IncompatibleModelError if other code has changed a gradient of the net.
-
-    Attributes:
-        group: Ranks of this rank's pipeline.
-        rank: Rank in it, which is the index of its stage.
-        last: Rank that holds the last stage.
-        ends_group: Group of the first and the last rank. Missing in a pipeline of one rank.
-        net: This rank's stage of the net, after `split`.
     """
 
     is_pipeline = True
@@ -89,11 +82,7 @@ class Pipeline(Parallel):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Set what `Parallel.prepare` sets, and what this rank leaves out of the gradient norm.
-
-        Tied parameters, and those of the module outside its net, are on several ranks. Only the
-        first rank counts them.
-        """
+        """Prepare this object and the optimizer for the steps, as `Parallel.prepare` does."""
         super().prepare(module, optimizer)
         shared = {*self._tied_parameters, *self._extra_parameters}
         self._counted_on_other_stage = shared if self._rank else set()
@@ -115,7 +104,7 @@ class Pipeline(Parallel):
         """Return the mean loss of `Parallel.mean_loss`, on all ranks of the pipeline. Collective.
 
         With gradients enabled the schedule also runs the backward passes, and `backward` of the
-        result adds their gradients.
+        result adds their gradients to those of the net.
         """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, batch, options)
@@ -148,7 +137,10 @@ class Pipeline(Parallel):
         self._seen = self._versions()
 
     def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the sum of the losses in nats of a batch, without gradients. Collective."""
+        """Return the sum of the losses in nats of a batch, without gradients. Collective.
+
+        The result is a scalar, the same on all ranks of the pipeline.
+        """
         return self._evaluate(batch, partial(self.head_loss, net, options=options))
 
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -164,7 +156,11 @@ class Pipeline(Parallel):
             yield from logits_in_chunks(hidden, net.head, microbatch_targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Compute a metric on the last stage, and return the value on all ranks of the pipeline."""
+        """Return the result of `compute` of the last stage on all ranks of the pipeline.
+
+        Collective. `compute` is a function without arguments, which only the last stage calls. Its
+        tensors come to the device of each rank.
+        """
         value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self._rank == self._last else None]
         dist.broadcast_object_list(value, group=self._group, group_src=self._last)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
@@ -181,8 +177,11 @@ class Pipeline(Parallel):
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass. Collective.
 
-        Adds up those of tied weights, and averages all over the data axis. Raises the errors of
-        `Parallel.finish_gradients` and of `check_gradients`.
+        Adds up those of tied weights, and averages all over the data axis, in place.
+
+        Raises:
+            IncompatibleModelError: If other code has changed gradients of the net, or if the ranks
+                of the data axis use different parameters.
         """
         self.check_gradients()
         super().finish_gradients()
@@ -199,7 +198,10 @@ class Pipeline(Parallel):
         return norm
 
     def check_gradients(self) -> None:
-        """Raise an IncompatibleModelError if other code has changed the gradients of the net."""
+        """Raise an IncompatibleModelError if other code has changed a gradient of the net.
+
+        Changes are those since this object has last changed the gradients.
+        """
         for parameter, version in self._versions().items():
             if version != self._seen.get(parameter):
                 raise IncompatibleModelError("strategy.name", _CHANGED)

@@ -13,7 +13,8 @@ from gptrain.parallel.requirements import tied_names
 def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
     """Build the net on the meta device, or on the CPU if its constructor needs real values.
 
-    `make_net` may be called twice, and may draw from the global random generators.
+    `make_net` may be called twice, and its errors pass. It may change the state of torch's global
+    random generators.
     """
     rng_state = torch.random.get_rng_state()
     try:
@@ -35,9 +36,14 @@ def make_net_on(
     parameters are initialized one after another: a rank never holds more than its own shards and
     one full parameter. Any other net is built in full on the CPU, and then partitioned.
 
-    In both cases the global CPU generator ends in the state that one call of `make_net` leaves, so
-    that a seed gives the weights that a single process would have. There is no communication.
-    `make_net` may be called twice.
+    The weights are those that a single process gets from the same state of torch's global CPU
+    generator, and the generator ends in the same state. There is no communication, unless
+    `partition` communicates.
+
+    Args:
+        device: Device of the weights.
+        make_net: Function that builds the full net. It may be called twice.
+        partition: Function that partitions the full net in place, on the meta device or the CPU.
     """
     rng_state = torch.random.get_rng_state()
     net = build_on_meta_device(make_net)
@@ -60,7 +66,10 @@ def make_net_on(
 
 
 def allocate(net: nn.Module, device: torch.device | str) -> None:
-    """Move a net to a device, in place, without its values. Tied parameters stay tied."""
+    """Move a net to a device, in place, without the values of its parameters and buffers.
+
+    The values are undefined afterwards. Tied parameters stay tied, unlike with `to_empty`.
+    """
     tied = tied_names(net)
     net.to_empty(device=device)  # creates a separate parameter for each name of a tied parameter
     for second, first in tied.items():
@@ -78,7 +87,11 @@ def _copy_from_full(target: Tensor, full: Tensor) -> None:
 
 
 def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """Shard a full tensor in the same way as a parameter, without communication."""
+    """Return a copy of a full tensor that is sharded like a parameter, without communication.
+
+    All ranks pass the same tensor, of the shape of the parameter and on the same type of device. It
+    keeps its dtype. A parameter that is no DTensor gives a copy of the full tensor.
+    """
     sharded = torch.empty_like(parameter.detach(), dtype=full.dtype)
     _copy_from_full(sharded, full)
     return sharded

@@ -22,7 +22,11 @@ Net: TypeAlias = Any
 
 
 class IncompatibleModelError(ValueError):
-    """Raised if the net, the module or a callback does not support `key`, a key of the config."""
+    """Raised if the net, the module or a callback does not support an option of the config.
+
+    Attributes:
+        key: Key of the option, such as "strategy.name".
+    """
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
@@ -40,11 +44,18 @@ def check_fit(
 ) -> None:
     """Check that a net has everything that a strategy and options of the `model` section need.
 
-    `documents` is True if samples hold documents that must not see each other.
+    Args:
+        net: Full net, with its weights or on the meta device.
+        options: `strategy` section of the config.
+        dims: Number of ranks along each axis.
+        compile: Value of `model.compile`: none, blocks or model.
+        activation_checkpointing: Value of `model.activation_checkpointing`: none, selective or
+            full.
+        documents: True if samples hold documents that must not see each other.
 
     Raises:
-        IncompatibleModelError: If the net lacks an attribute, or if it cannot be divided over the
-            ranks. The message names the first problem only.
+        IncompatibleModelError: If the net lacks an attribute, or cannot be divided over the ranks.
+            The message names the first problem only.
     """
     row = STRATEGIES[strategy_name(options.name, dims.world_size)]
     if missing := ", ".join(name for name in row.needs if not hasattr(net, name)):
@@ -85,10 +96,13 @@ def _check_split(net: Net, dims: ParallelDims) -> None:
 
 
 def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) -> None:
-    """Raise an IncompatibleModelError if the batch or the copies of a net cannot be divided.
+    """Check that the ranks can divide the batch, and that they can hold the copies of the net.
 
-    `strategy.replicas` must divide the data ranks, and the microbatches of a pipeline the batch.
-    A static graph (DDP) excludes gradient accumulation.
+    Raises:
+        IncompatibleModelError: If `strategy.replicas` does not divide the data ranks, if a pipeline
+            cannot divide the batch of a rank into its microbatches, if it has too few of these for
+            the schedule 1f1b, or if a static graph (DDP) is combined with gradient accumulation.
+            The message names the first problem only.
     """
     problems = {}
     if dims.data % dims.replicas:
@@ -108,10 +122,14 @@ def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) 
 def check_layout(net: nn.Module, n_positions: int = 0) -> None:
     """Check that a net can keep packed documents apart.
 
+    Args:
+        net: Net, partitioned or not.
+        n_positions: Number of positions of a sample. 0 leaves out the check of `net.max_seq_len`.
+
     Raises:
-        IncompatibleModelError: If `forward` has no argument `layout`, or if `n_positions`, the
-            length of a sample, exceeds `net.max_seq_len`. With documents, the net does not check
-            the length itself. 0 leaves this check out.
+        IncompatibleModelError: If `forward` of the net's class has no argument `layout`, or if
+            `n_positions` exceeds `net.max_seq_len`, which the net itself does not check with
+            documents.
     """
     if "layout" not in signature(type(net).forward).parameters:
         message = f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models)"
@@ -122,9 +140,10 @@ def check_layout(net: nn.Module, n_positions: int = 0) -> None:
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:
-    """Return {further name: first name} of the parameters that several modules share.
+    """Return further name -> first name of the parameters that several modules of a net share.
 
-    For example `{"head.weight": "token_embedding.weight"}`.
+    The first name is the one in `net.named_parameters()`. An example is `{"head.weight":
+    "token_embedding.weight"}`. The dict is empty if no parameter is shared.
     """
     first: dict[nn.Parameter, str] = {}
     return {

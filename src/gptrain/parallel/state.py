@@ -34,9 +34,9 @@ class Stages(NamedTuple):
     """Ranks that hold the stages of a pipeline, and the names of tied parameters.
 
     Attributes:
-        group: Ranks of the pipeline. None under a strategy without stages.
-        aliases: Further name of a tied parameter -> its first name in the full net. The stage of
-            the head holds the parameter only under the further name.
+        group: Group of the ranks of the pipeline. None under a strategy without stages.
+        aliases: Further name of a tied parameter -> its first name, both in the full net. The stage
+            of the head holds the parameter only under the further name.
     """
 
     group: dist.ProcessGroup | None = None
@@ -60,7 +60,10 @@ def module_name(name: str) -> str:
 
 
 def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module outside its `net`, by their names in the module."""
+    """Return the parameters of a module outside its `net`, by their names in the module.
+
+    These are all parameters if the module has no `net` that is an nn.Module.
+    """
     net = getattr(module, "net", None)
     net_parameters = set(net.parameters()) if isinstance(net, nn.Module) else set()
     return {name: p for name, p in module.named_parameters() if p not in net_parameters}
@@ -69,15 +72,23 @@ def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
     """Return the parameters of the net that this rank holds, by their names in a checkpoint.
 
-    A tied parameter appears once, under its first name. There is no communication. Frees weights
-    that FSDP has gathered. `stages` are `Parallel.stages`, needed if the net has been partitioned.
+    A tied parameter appears once, under its first name. There is no communication. Frees the full
+    weights that FSDP has gathered.
+
+    Args:
+        net: Net as the strategy has partitioned it.
+        stages: `Parallel.stages` of the strategy.
     """
     _reshard(net)
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
 def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return all parameters of a module that this rank holds, by their names in a checkpoint."""
+    """Return all parameters of a module that this rank holds, by their names in a checkpoint.
+
+    These are those of `named_parameters` for its `net`, and those outside of the net. A module
+    without a net has only the latter.
+    """
     net, extra = getattr(module, "net", None), named_extra_parameters(module)
     named = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
     return named | {f"{EXTRA_PREFIX}{name}": parameter for name, parameter in extra.items()}
@@ -88,11 +99,16 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Return the optimizer's state by parameter names. All ranks of a pipeline must call it.
 
+    Args:
+        parameters: All parameters of this rank, by their names in a checkpoint.
+        optimizer: Optimizer of the run.
+        stages: Stages of the pipeline.
+
     Returns:
         tensors: Name and kind, such as `head.weight.exp_avg`, -> tensor or shard of this rank.
         values: Name -> kind -> value, for what is no tensor, of all stages.
-        param_groups: Groups of all stages, with parameter names. An option that is a tensor with
-            one element, such as a learning rate on the device, becomes a number.
+        param_groups: Groups of all stages, with parameter names in `params`. An option that is a
+            tensor with one element, such as a learning rate on the device, becomes a number.
 
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`.
@@ -134,23 +150,24 @@ def load_net_state(
     stages: Stages = NO_STAGES,
     is_module: bool = False,
 ) -> list[str]:
-    """Copy this rank's part of a checkpoint into the net, or into a LightningModule.
+    """Copy this rank's part of a checkpoint into the net, or into a LightningModule, in place.
 
     All ranks must call this function if the net is partitioned over a pipeline.
 
     Args:
-        net: Net as the strategy has partitioned it.
+        net: Net as the strategy has partitioned it, or LightningModule with it.
         source: Tensors by their names in a checkpoint.
         strict: Raise an error if names or shapes differ. False loads the tensors whose name and
             shape match.
         resizes: Also load tables of learned positions with another number of positions: all saved
             positions into a longer table, and, if not strict, the first ones into a shorter table.
         stages: Stages of the pipeline.
-        is_module: Whether `net` is a LightningModule. Else the tensors outside of its `net`, whose
-            names begin with EXTRA_PREFIX, are left out.
+        is_module: True if `net` is a LightningModule. Otherwise tensors whose names begin with
+            EXTRA_PREFIX, which are outside of its net, are left out.
 
     Returns:
-        Phrases about position tables that were loaded in part, and about what was not loaded.
+        Phrases about position tables that were loaded in part, and one about the tensors that were
+        not loaded. Empty if everything was loaded.
 
     Raises:
         ValueError: If `strict` is true and names or shapes differ. It names the first of them.
@@ -234,11 +251,15 @@ def _find_tables(net: nn.Module, own: _Shapes, saved: _Shapes) -> dict[str, int 
 def load_optimizer_state(
     parameters: _Parameters, optimizer: Optimizer, source: SavedTensors, state: Mapping[str, Any]
 ) -> None:
-    """Load this rank's part of an optimizer state.
+    """Load this rank's part of an optimizer state into the optimizer. It is not collective.
 
-    `state` has the entries `values` and `param_groups` of `optimizer_state`, and `source` its
-    tensors. A parameter for which nothing was saved has no state afterwards, as before the first
-    step.
+    A parameter for which nothing was saved has no state afterwards, as before the first step.
+
+    Args:
+        parameters: All parameters of this rank, by their names in a checkpoint.
+        optimizer: Optimizer of the run.
+        source: Entry `tensors` of `optimizer_state`, as it was saved.
+        state: Entries `values` and `param_groups` of `optimizer_state`.
 
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`, or if parameters

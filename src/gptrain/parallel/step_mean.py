@@ -29,16 +29,21 @@ class StepMean:
     Any other loss is the mean over the targets that it was given: if training_step or a hook
     changes the targets, the number of targets of the step is not known before its last micro-step.
 
+    Args:
+        group: Ranks that read different samples. None for a single rank.
+        device: Device of the losses.
+
     Attributes:
-        divisor: Scalar tensor, the divisor of the current step. `begin_step` sets it.
         losses: Detached loss of each micro-batch of the step by its index, as Lightning has divided
             it by the number of micro-steps. `GPTStrategy.backward` fills it.
         counted: Targets of the current micro-batch, if gptrain's loader has counted them, and their
             `_version`, which torch increases when a tensor is changed in place. None for others.
             `GPTStrategy.batch_to_device` sets it.
         n_targets: Number of targets that the losses of the last step have counted, over all data
-            ranks, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`.
-        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN without a target.
+            ranks, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`. Set by
+            `reduce`.
+        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN without a target,
+            and on all ranks without a loss. Set by `reduce`.
     """
 
     n_targets: Tensor
@@ -54,31 +59,39 @@ class StepMean:
         self.losses: dict[int, Tensor] = {}  # of each micro-batch, whose closure may run again
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
-        """Set `divisor` for the next step of `n_targets` targets on this rank. Collective."""
+        """Begin a step: compute the divisor of its losses. Collective over the data ranks.
+
+        Args:
+            n_targets: Number of targets of the step on this rank, in all micro-batches. 0 if
+                unknown: then none of them may be in `counted`.
+            n_micro_batches: Number of micro-steps of the step.
+        """
         total = self._all_reduce(torch.full_like(self._divisor, n_targets))
         self._divisor = total.clamp(min=1) / (self._n_ranks * n_micro_batches)
         self._n_targets = None
         self.losses = {}
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Add the targets of a loss to `n_targets`, and return the divisor of its sum, a scalar.
+        """Count the targets of a loss of this step, and return the divisor of its sum, a scalar.
 
-        It is `divisor` for the targets in `counted`, if they are unchanged. For all others it is
-        their own number, at least 1, and the first time a line is logged.
+        It is that of the step for the targets in `counted`, if they are unchanged. For all others
+        it is their own number, at least 1, and the first time a line is logged.
         """
         n_targets = (targets != IGNORED).sum()
         self._n_targets = n_targets if self._n_targets is None else self._n_targets + n_targets
-        if self.counted is not None:
-            known, version = self.counted
-            if targets is known and targets._version == version:
-                return self._divisor
+        known, version = self.counted or (None, 0)
+        if targets is known and targets._version == version:
+            return self._divisor
         if not self._has_explained:
             self._has_explained = True
             log.info(labels.line("loss", _OWN_TARGETS))
         return n_targets.clamp(min=1)
 
     def reduce(self, n_micro_batches: int) -> None:
-        """Set `n_targets` and `loss` after the last micro-step. Collective over the data ranks."""
+        """Set `n_targets` and `loss` after the last micro-step. Collective over the data ranks.
+
+        `n_micro_batches` is the number of micro-steps by which Lightning has divided each loss.
+        """
         unknown = torch.full_like(self._divisor, math.nan)
         n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
         # Lightning has divided each loss by the number of micro-steps.

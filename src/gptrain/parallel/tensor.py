@@ -43,10 +43,16 @@ else:
 
 
 def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
-    """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
+    """Split a net over the tensor axis, in place, as `net.tensor_plan` says.
 
-    `net(tokens)` and `net.hidden(tokens)` still return full tensors. After the last backward pass
-    of a step, the caller must sum the gradients of `partial_parameters` over the axis.
+    `net(tokens)` and `net.hidden(tokens)` still take and return full tensors, and are then
+    collective: all ranks of the axis pass the same tokens. After the last backward pass of a step,
+    the caller must sum the gradients of `partial_parameters` over the axis.
+
+    Args:
+        net: Net that `check_fit` has accepted, with the same weights on all ranks or on the meta
+            device.
+        mesh: Mesh with an axis "tensor".
     """
     group = mesh["tensor"].get_group()
     plan = net.tensor_plan.items()
@@ -67,7 +73,11 @@ def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
 
 
 def partial_parameters(net: Net) -> list[nn.Parameter]:
-    """Return the replicated parameters whose gradients cover only own positions or heads."""
+    """Return the parameters that every tensor rank holds in full, with a part of the gradient.
+
+    `net` is a net after `apply_tensor_parallel`. The full gradient of such a parameter is the sum
+    of the gradients of all ranks of the axis.
+    """
     parameters: list[nn.Parameter] = []
     for module in net.modules():
         if isinstance(module, _PerHead | _PositionEmbedding):
@@ -91,13 +101,16 @@ def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options
         options["layout"] = pad_layout(layout, n_ranks)
     result = method(tokens, *arguments, **options)  # (B, T', ...)
     n_tokens = tokens.shape[1]
-    if result.shape[1] == n_tokens:
-        return result
-    return result[:, :n_tokens].clone()  # FSDP warns about views
+    # FSDP warns about views.
+    return result if result.shape[1] == n_tokens else result[:, :n_tokens].clone()
 
 
 def pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
-    """Return a sequence layout that is padded at its end to a multiple of `n_ranks` positions."""
+    """Return a sequence layout that is padded at its end to a multiple of `n_ranks` positions.
+
+    No token of the sequences attends to the padding. A layout that needs none is returned
+    unchanged.
+    """
     if layout.positions.shape[-1] % n_ranks == 0:
         return layout
     if layout.documents is None:
@@ -225,7 +238,11 @@ _ROLES: dict[str, tuple[type, dict[str, int]]] = {
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the shards (..., t, D) of a sequence into (..., T', D). Collective."""
+    """All-gather the shards (..., t, D) of sequences into (..., n t, D), in rank order. Collective.
+
+    All n ranks of the group pass shards of one shape. The backward pass sums the gradients of all
+    ranks, and gives each rank those of its shard.
+    """
     full = functional.wait_tensor(_all_gather(shard.contiguous(), 0, group))
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
     return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
@@ -239,11 +256,17 @@ def _scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Return the loss in nats of hidden states (..., D) under a head (V, D) that is split by rows.
+    """Return the loss of hidden states under a head whose rows the tensor ranks divide, a scalar.
 
-    All ranks of the head's mesh must call it. The gradient of `hidden` covers only this rank's
-    columns of the logits: the backward pass of `gather_sequence` sums it. The options are those of
-    `loss.chunked_next_token_loss`.
+    All ranks of the head's mesh must call it, with the same hidden states and targets, and get the
+    same loss. The gradient of `hidden` covers only this rank's part of the vocabulary: the backward
+    pass of `gather_sequence` sums it.
+
+    Args:
+        hidden: Hidden states, (..., D).
+        head_weight: Weight of the head, (V, D), a DTensor that is sharded by rows.
+        targets: Target token ids, (...), int64. Positions with target -100 do not count.
+        options: Other options of `loss.chunked_next_token_loss`.
     """
     assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]

@@ -27,7 +27,6 @@ from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, gather, wait_for_ra
 
 # Number of parameters. A smaller net is saved in less than 0.2 s, and before the next step.
 _BACKGROUND_PARAMETERS = 1 << 22
-_WRITING_S = LONG_PHASE_S  # time for which a rank may be silent during a save, in seconds
 
 
 @dataclass(eq=False)
@@ -54,11 +53,11 @@ class Checkpoints(Checkpoint):
         mirror: Mirror that copies each checkpoint while training continues, or None.
         timeline: Record of the phases of this start of the run, such as its saves.
         beat: Function that sends a heartbeat to the watchdog of this rank (`Guard.beat`).
-        stopping: Whether the ranks have agreed to end the run. `TrainingMonitor` sets this
+        stopping: True if the ranks have agreed to end the run. `TrainingMonitor` sets this
             attribute and the next two.
-        time_is_up: Whether the ranks have agreed to save because `every_minutes` have passed.
-        is_written: Whether all ranks have written their files of a save in the background.
-        saved_step: Newest step that was saved, or that the run has resumed from.
+        time_is_up: True if the ranks have agreed to save because `every_minutes` have passed.
+        is_written: True if all ranks have written their files of a save in the background.
+        saved_step: Newest step that was saved, or that the run has resumed from. 0 before.
     """
 
     store: CheckpointStore
@@ -140,9 +139,10 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """Save the last step of the epoch before, if it is due and was not validated.
+        """Save the last step of the epoch before, if it is due and was not saved. Collective.
 
-        `TrainingMonitor` calls it before `on_train_epoch_start` of any other callback.
+        `TrainingMonitor` calls it before `on_train_epoch_start` of any other callback. Raises the
+        errors of `save`.
         """
         if self._is_due(trainer):
             self.save(trainer)
@@ -177,7 +177,7 @@ class Checkpoints(Checkpoint):
         """Save the current step, unless it is saved already. All ranks must call this method.
 
         With `checkpoint.background` a large save is written in the background, except at the end of
-        the run, and becomes a checkpoint some steps later, when all ranks have written it.
+        the run, and becomes a checkpoint when `finish` is called.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files of this save or of
@@ -191,7 +191,7 @@ class Checkpoints(Checkpoint):
         if step == self.saved_step:
             return
         self.saved_step = step
-        self.beat(phase="save", allow_s=_WRITING_S)
+        self.beat(phase="save", allow_s=LONG_PHASE_S)
         is_large = sum(p.numel() for p in strategy.full_net.parameters()) >= _BACKGROUND_PARAMETERS
         is_last = self.stopping or step == trainer.max_steps
         with self.timeline.during("saves", step):
@@ -209,24 +209,28 @@ class Checkpoints(Checkpoint):
                 strategy.save_to_store = None
 
     def ranking(self) -> list[Path]:
-        """Return the folders of the checkpoints that have the monitored metric, the best first."""
+        """Return the folders of the checkpoints that have the monitored metric, the best first.
+
+        The checkpoints are not verified. Raises an OSError if their folder cannot be read.
+        """
         return self.store.ranking(self.options.monitor, self.options.mode)
 
     def finish(self, trainer: Trainer) -> None:
-        """Turn a save in the background, if any, into a checkpoint. All ranks must call it.
+        """Wait for a save in the background, if any, and turn it into a checkpoint. Collective.
 
         Raises a SaveFailedError on all ranks if a rank could not write its files.
         """
         if self.store.unfinished is None:
             return
         with self.timeline.during("saves", trainer.global_step):
-            self.beat(phase="save", allow_s=_WRITING_S)
+            self.beat(phase="save", allow_s=LONG_PHASE_S)
             self.store.finish()
 
     def votes_to_save(self, trainer: Trainer) -> bool:
-        """Return True on rank 0, during training, if `checkpoint.every_minutes` have passed.
+        """Return whether this rank asks for a save because `checkpoint.every_minutes` have passed.
 
-        They are counted from the last save or the last True. On all other ranks return False.
+        The time is counted on rank 0, from the start of training, the last save or the last True.
+        The result is False on all other ranks, without `every_minutes`, and outside of training.
         """
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:
@@ -249,15 +253,15 @@ class Checkpoints(Checkpoint):
             self.mirror.update(self.store)
 
     def wait_for_mirror(self, trainer: Trainer) -> None:
-        """Bring the mirror, if any, up to date on rank 0, while all ranks wait. Collective.
+        """Bring the mirror, if any, up to date on rank 0, while all ranks wait. All must call it.
 
         A failure is a warning. Call it once, when the run ends: a launcher kills the job soon after
         the first rank exits.
         """
         if (mirror := self.mirror) is None:
             return
-        self.beat(phase="mirror", allow_s=_WRITING_S)
+        self.beat(phase="mirror", allow_s=LONG_PHASE_S)
         with self.timeline.during("saves", trainer.global_step):
             # The update also copies what an earlier, killed start did not copy.
             rank = trainer.global_rank
-            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, _WRITING_S)
+            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, LONG_PHASE_S)

@@ -57,9 +57,10 @@ class TrainingMonitor(Callback):
         timeline: Record of the phases of this start of the run.
         step_guard: Object that decides whether the optimizer takes each step.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
+        compile_s: Time that the watchdog allows for a phase that may compile the model, in seconds.
         seed: Seed of the run. In a fit each rank is seeded with the sum of it and the rank.
-        compile_s: Time for which the watchdog waits for the first steps to compile the model.
         first_step: Number of optimizer steps done when training started. None if it did not start.
+        speed: Measurement of the values perf/*. It exists once training has started.
     """
 
     every_n_steps: int
@@ -75,7 +76,6 @@ class TrainingMonitor(Callback):
         self.first_step: int | None = None
         self._votes = Vote()
         self._lr = 0.0  # learning rate of the last step, of the first parameter group
-        self._beat = self.guard.beat
         self._stopping = False  # the ranks have agreed to stop
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
@@ -96,7 +96,7 @@ class TrainingMonitor(Callback):
         Raises an IncompatibleModelError if the module has `automatic_optimization=False`.
         """
         self.guard.leave_if_asked()
-        self._beat(trainer.global_step, "train", allow_s=self.compile_s)
+        self.guard.beat(trainer.global_step, "train", allow_s=self.compile_s)
         if not pl_module.automatic_optimization:
             message = "automatic_optimization=False; use one optimizer with parameter groups"
             raise IncompatibleModelError("module._target_", message)
@@ -145,7 +145,7 @@ class TrainingMonitor(Callback):
         Then the ranks also synchronize buffers and vote on stopping and saving.
         """
         step = trainer.global_step
-        self._beat(step, "train")
+        self.guard.beat(step, "train")
         self.timeline.update(step)
         if not ends_step(trainer, batch_idx):
             return
@@ -169,7 +169,7 @@ class TrainingMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise the errors of `StepGuard.read` for the last step, and end the pending vote."""
-        self._beat(phase="end")
+        self.guard.beat(phase="end")
         self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self._votes.close()
@@ -178,7 +178,7 @@ class TrainingMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the step before its validation, and end the run if the ranks have agreed to stop."""
-        self._beat(phase="validate", allow_s=self.compile_s)
+        self.guard.beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if self.checkpoints is not None:
                 # Before the other callbacks, which may replace the weights for the validation
@@ -188,7 +188,7 @@ class TrainingMonitor(Callback):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Send a heartbeat, and end the run if it was asked to stop."""
-        self._beat(phase="test" if trainer.testing else "validate")
+        self.guard.beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
         if trainer.state.fn != "fit":
             self.guard.leave_if_asked()
@@ -213,7 +213,7 @@ class TrainingMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Return to the training phase. The time of the validation is not counted as steps."""
         self._is_paused = True
-        self._beat(phase="train")
+        self.guard.beat(phase="train")
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.timeline.enter("steps", trainer.global_step)
 
@@ -234,7 +234,7 @@ class TrainingMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Send a heartbeat with the step of the checkpoint."""
-        self._beat(checkpoint["global_step"], allow_s=self.guard.allow_s)
+        self.guard.beat(checkpoint["global_step"], allow_s=self.guard.allow_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `step_guard`, for a checkpoint."""

@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 class ProgressBar(TQDMProgressBar):
     """Lightning's tqdm bar in a terminal, with the values of the last logged step.
 
-    If the output is not a terminal, lines are printed instead: after the first and the last step,
-    and after a logged step if the last line is `every_s` seconds old.
+    If stdout is not a terminal, lines are logged instead: after the first logged step, after the
+    last one, and after any other that ends at least `every_s` seconds after the last line.
+
+    Args:
+        every_s: Smallest time between two lines, in seconds.
     """
 
     def __init__(self, every_s: float = 30.0):
@@ -38,7 +41,14 @@ class ProgressBar(TQDMProgressBar):
         tqdm.set_lock(threading.RLock())
 
     def show_step(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
-        """Show the logged values of a step in the bar, or print them if a line is due."""
+        """Show the logged values of a step in the bar, or log them if a line is due.
+
+        Args:
+            trainer: Trainer whose `global_step` is the number of steps done.
+            values: Logged name -> value, a number or a scalar tensor. It has `lr`,
+                `perf/tokens_per_s` and `perf/step_s`, and may have `train/loss`. Others are not
+                shown.
+        """
         lengths, step = data_of(trainer).lengths, trainer.global_step
         self._shown = {"step": f"{step}/{lengths.n_steps}" if lengths.n_steps else step}
         if "train/loss" in values:

@@ -22,8 +22,9 @@ STATE = ("global_step", "rng", "logged", "frozen")  # checkpoint keys of resume_
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys `rng` (random generator states of all ranks), `logged` (logged metrics) and
-    `frozen` (names of the parameters that are not trained). All ranks must call this function.
+    Adds the keys of STATE except `global_step`: `rng` (state of the random generators of each
+    rank), `logged` (result of `reproducible_metrics`) and `frozen` (names of the parameters that
+    are not trained). All ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     checkpoint["rng"] = gather(capture())
@@ -34,32 +35,45 @@ def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return the logged values by name, without those of measured time (perf/*)."""
+    """Return the values in `trainer.callback_metrics` by name, without those of time, perf/*."""
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
 
 
-def warn_about_missing(expected: Mapping[str, str | None], metrics: Mapping[str, float]) -> None:
+def warn_about_missing(expected: Mapping[str, str], metrics: Mapping[str, float]) -> None:
     """Log a warning for each config key that names a metric which was not logged.
 
-    A name that begins with perf/ is not checked, because `reproducible_metrics` leaves it out.
+    Args:
+        expected: Config key -> logged name. A name that begins with perf/ is not checked, because
+            `reproducible_metrics` leaves it out.
+        metrics: Values that were logged, by name.
     """
     for key, name in expected.items():
-        if name not in metrics and not str(name).startswith("perf/"):
+        if name not in metrics and not name.startswith("perf/"):
             message = f"not logged in the first validation; allowed: {', '.join(sorted(metrics))}"
             log.warning("warning: %s", ConfigIssue(key, name, message))
 
 
 def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Put the logged metrics of a checkpoint into `trainer.callback_metrics`."""
+    """Put the logged metrics of a checkpoint into `trainer.callback_metrics`.
+
+    `state` has the entry `logged` of `add_state`.
+    """
     logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
     trainer.callback_metrics.update(logged)
 
 
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
-    """Restore logged metrics, schedules and the RNG of a resumed run, and log what has changed.
+    """Restore what Lightning does not restore itself, before the first step of a resumed run.
 
-    The RNG is last, so that the next step draws what it would have drawn. All ranks must call it.
+    Restores logged metrics, frozen parameters, schedules and random generators, gives the optimizer
+    the current values of changed options, and logs changes. All ranks must call it.
+
+    Args:
+        trainer: Trainer that has loaded the checkpoint.
+        state: Entries of the checkpoint with the keys in STATE.
+        changed: Names of the optimizer options, such as `lr`, that take their value from the
+            current config.
     """
     clear_restarting_flags(trainer)
     restore_logged(trainer, state)

@@ -18,9 +18,13 @@ _SAMPLING = Sampling(temperature=0.7)  # below 1, probable tokens become more pr
 class SampleText(Callback):
     """Callback that lets the model continue the text `prompt`, to show what it has learned.
 
-    All ranks generate the text at the end of training, and rank 0 prints it. The callback does
+    All ranks generate the text at the end of training, and rank 0 logs it. The callback does
     nothing without a tokenizer that has tokens for the prompt, under fast_dev_run, with pipeline
     stages, or if the module has no `net`.
+
+    Args:
+        prompt: Beginning of the text.
+        n_tokens: Largest number of tokens that are added to the prompt.
     """
 
     def __init__(self, prompt: str, n_tokens: int = 256):

@@ -7,9 +7,8 @@ import torch.distributed as dist
 class Vote:
     """Repeated yes-or-no votes of all ranks that do not wait: results are known at the next call.
 
-    The result is yes, on all ranks, if any rank voted yes. All ranks must build the object and call
-    its methods. Votes are an asynchronous all-reduce with gloo: with NCCL a rank would wait until
-    its GPU has finished all queued work.
+    The result is yes, on all ranks, if any rank voted yes. All ranks must build the object, after
+    the process group, and call its methods in the same order.
     """
 
     def __init__(self):
@@ -20,9 +19,10 @@ class Vote:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
-        """Start new votes, and return the results of those that the previous call started, or None.
+        """Start new votes, and return the results of those that the previous call started.
 
-        All ranks pass the same number of votes. A single rank gets its votes back at once.
+        All ranks pass the same number of votes, True for yes. The first call, and the first after
+        `close`, returns None. A single rank gets its own votes back at once.
         """
         if self._group is None:
             return votes
@@ -33,7 +33,7 @@ class Vote:
         return previous
 
     def close(self) -> tuple[bool, ...] | None:
-        """Wait for the pending votes and return their results, or None. Collective."""
+        """Wait for pending votes and return their results; None if there are none. Collective."""
         if self._pending is None:
             return None
         any_yes, work = self._pending

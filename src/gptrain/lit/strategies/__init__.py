@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gptrain.checkpoints import rng
 from gptrain.core.strategies import ParallelDims, PipelineOptions, StrategyOptions
 from gptrain.lit.strategies.base import GPTStrategy, ManyRanks, OneDevice
-from gptrain.parallel.base import Parallel, supports_chunked_loss
+from gptrain.parallel.base import Parallel
 from gptrain.parallel.compare import Comparison, is_of_library
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.placement import allocate, build_on_meta_device, make_net_on
@@ -38,12 +38,18 @@ def build_strategy(
 
     Args:
         make_net: Function that builds the full net. It draws the initial weights from PyTorch's
-            global CPU generator.
+            global CPU generator, and may be called several times.
+        options: `strategy` section of the config.
+        dims: Number of ranks along each axis.
+        device: Device of this rank.
         compile: none, blocks or model, as in `apply_compile`.
         activation_checkpointing: none, selective or full.
         precision: Precision as Lightning names it.
         sample: Tokens (T,) of one sample, on which a user's net is run both in its plain form and
             under the strategy, to compare the results. None skips this comparison.
+
+    Returns:
+        The net on its device, and the strategy.
 
     Raises:
         IncompatibleModelError: If the strategy would train another function than the plain net
@@ -58,7 +64,7 @@ def build_strategy(
         parallel.compile_loss()
 
     recomputes = activation_checkpointing != "none"
-    changes = parallel.is_partitioned or supports_chunked_loss(full_net) or recomputes
+    changes = parallel.is_partitioned or parallel.uses_hidden(full_net) or recomputes
     if sample is not None and changes and parallel.may_skip_parameters:  # a net of the user
         rng_state = rng.capture()
         try:

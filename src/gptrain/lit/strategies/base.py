@@ -31,11 +31,7 @@ from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.step_mean import StepMean
 
 # Hooks in which a module or a data module may change a batch after it was loaded.
-_TRANSFER_HOOKS = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-)
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class GPTStrategy(SavingStrategy):
@@ -44,8 +40,11 @@ class GPTStrategy(SavingStrategy):
     Attributes:
         full_net: Net before it was partitioned, on the meta device. `build_strategy` sets it.
         decide_step: Function that makes the optimizer skip its update if the step is bad.
-        grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor.
-        step_mean: Divisor of the losses of the current step, and mean loss of the last step.
+            `StepGuard.start` sets it.
+        grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor. None if
+            it was not measured.
+        step_mean: Divisor of the losses of the current step, and mean loss of the last step. It
+            exists once the optimizer is built.
     """
 
     full_net: nn.Module
@@ -63,16 +62,13 @@ class GPTStrategy(SavingStrategy):
         if self.parallel.dims.data > 1:
             self._saved_buffers = _find_saved_buffers(self.module)
         owners = (self.module, getattr(trainer, "datamodule", None))
-        self._changes_batches = any(
-            is_overridden(h, owner) for h in _TRANSFER_HOOKS for owner in owners
-        )
+        self._changes_batches = any(is_overridden(h, owner) for h in _HOOKS for owner in owners)
 
     def synchronize_buffers(self) -> None:
         """Broadcast the saved buffers of the module from the first data-parallel rank. Collective.
 
-        Each rank updates buffers, such as running averages of BatchNorm, with its own samples, but
-        a checkpoint holds those of one rank: the others would evaluate, and resume, with other
-        values.
+        `TrainingMonitor` calls it after each step. Each rank updates buffers, such as running
+        averages of BatchNorm, with its own samples, but a checkpoint holds those of one rank.
         """
         for name in self._saved_buffers:
             buffer = self.module.get_buffer(name)
@@ -124,7 +120,11 @@ class GPTStrategy(SavingStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients before hooks read them, and average the losses. Collective."""
+        """Complete the gradients before hooks read them, and average the losses. Collective.
+
+        `TrainingMonitor` calls it once per step, after the last backward pass. Raises the errors of
+        `Parallel.finish_gradients`.
+        """
         self.parallel.finish_gradients()
         self.step_mean.reduce(self.module.trainer.accumulate_grad_batches)
 
@@ -219,7 +219,8 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
         Ranks that read the same samples have the same values, which a sum must count once.
         `ReduceOp.SUM`, which Lightning passes for votes, sums over all ranks. The mean of integers
-        is a float tensor, because Lightning divides sums by means of batch sizes.
+        is a float tensor, because Lightning divides sums by means of batch sizes. With a `group` it
+        is reduced over this group.
         """
         if group is None and reduce_op == "sum":
             group = self.parallel.data_group

@@ -26,9 +26,14 @@ from gptrain.parallel.requirements import tied_names
 class SavingStrategy(Strategy):
     """Mixin for Lightning's strategies that saves and loads checkpoints of gptrain.
 
-    `save_to_store` takes the tensors and the rest of a checkpoint of gptrain while one is saved. It
-    is None while Lightning saves a file of its own, as for ModelCheckpoint. `fresh_options` are the
-    options of each parameter group as the config gives them, before a checkpoint replaced them.
+    Attributes:
+        parallel: Object that partitions the net and computes losses and gradients.
+        module: LightningModule of the run, without a DDP wrapper.
+        save_to_store: Function that takes the tensors and the rest of a checkpoint. `Checkpoints`
+            sets it while it saves. None while Lightning saves a file of its own, as for
+            ModelCheckpoint.
+        fresh_options: Options of each parameter group as the config gives them, before a checkpoint
+            replaced them. It exists once a checkpoint was loaded.
     """
 
     save_to_store: Callable[[Mapping[str, Mapping[str, Tensor]], Any], None] | None = None
@@ -47,8 +52,8 @@ class SavingStrategy(Strategy):
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the module by the names that they have in a checkpoint.
 
-        Tied weights appear once. In a pipeline the dict has the parameters of this rank's stages
-        only, and those of the module outside its net.
+        Tied weights appear once. In a pipeline the dict has the parameters of this rank's stage
+        only, and those of the module outside its net. Frees full weights that FSDP has gathered.
         """
         return states.saved_parameters(self.module, self.parallel.stages)
 
@@ -69,7 +74,7 @@ class SavingStrategy(Strategy):
     ) -> None:
         """Write the state that Lightning has collected. All ranks must call this method.
 
-        It goes to `save_to_store`, or as a file of Lightning to `filepath`. For a partitioned net
+        It goes to `save_to_store`, or to `filepath` as a file of Lightning. For a partitioned net
         that is a folder, like a checkpoint of gptrain.
         """
         if not self._saves_folder:
@@ -92,7 +97,7 @@ class SavingStrategy(Strategy):
         Save(path, manifest, tensors, checkpoint, rank=rank, gather=gather).finish()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        """Return what Lightning has collected for a checkpoint of gptrain, or a file of Lightning.
+        """Return what Lightning has collected for a checkpoint of gptrain or a file of Lightning.
 
         The tensors of a partitioned net are not in it: `load_model_state_dict` reads them. Those of
         another net are, because callbacks such as WeightAveraging exchange them.
