@@ -41,11 +41,11 @@ _KINDS = ("not finite", "a spike", "without a target")
 class Spikes:
     """Window of the losses and gradient norms of the last steps, on the device.
 
-    A value is a spike if it is more than `sigma` standard deviations, each at least a millionth of
-    the mean, above the mean of the last `window` steps. Nothing is a spike until half a window is
-    known. All finite values enter the window, also those of spikes, so that a lasting change of the
-    level is not a spike for longer than a window. Source: SkipStepOptimizer of OLMo-core,
-    https://github.com/allenai/OLMo-core.
+    A value is a spike if it is more than `sigma` standard deviations above the mean of the last
+    `window` steps. A standard deviation counts as at least a millionth of the mean. Nothing is a
+    spike until half a window is known. All finite values enter the window, also those of spikes, so
+    that a lasting change of the level is not a spike for longer than a window. Source:
+    SkipStepOptimizer of OLMo-core, https://github.com/allenai/OLMo-core.
 
     Attributes:
         sigma: Number of standard deviations.
@@ -156,7 +156,8 @@ class StepGuard:
         """Report the steps that were decided since the last call, and end the run if it must end.
 
         Waits for the device. All ranks must call it at the same points, before a step is logged or
-        saved. A warning names each step that is not finite, a spike or without a target.
+        saved. A warning names each step that is a spike, has no target, or is not finite (not under
+        16-mixed).
 
         Raises:
             RefusedStepError: If a step ends the run. The weights are those before this step.

@@ -77,8 +77,8 @@ def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
     """Remove Lightning's signal handlers and its own search for a checkpoint; return the trainer.
 
     - Lightning's SIGTERM handler calls a collective, exits with code 0 and saves nothing. To stop
-    all ranks, Lightning broadcasts one number per micro-batch and waits for it. `TrainingMonitor`
-    replaces both.
+      all ranks, Lightning broadcasts one number per micro-batch and waits for it. `TrainingMonitor`
+      replaces both.
     - `fit(ckpt_path=None)` looks for files that another run may have left.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None

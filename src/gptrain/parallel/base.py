@@ -122,7 +122,7 @@ class Parallel:
 
     options: Any = field(default_factory=partial(default_options, "single"))
     dims: ParallelDims = field(default_factory=ParallelDims)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     precision: str = "32-true"
     _net: Any = field(default=None, init=False)
     step_mean: StepMean | None = field(default=None, init=False)

@@ -40,10 +40,10 @@ class StepMean:
             `_version`, which torch increases when a tensor is changed in place. None for others.
             `GPTStrategy.batch_to_device` sets it.
         n_targets: Number of targets that the losses of the last step have counted, over all data
-            ranks, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`. Set by
-            `reduce`.
-        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN without a target,
-            and on all ranks without a loss. Set by `reduce`.
+            ranks, a scalar tensor. NaN if a rank's training_step does not call
+            `LanguageModel.loss`. `reduce` sets it.
+        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN if there was no
+            target, or if a rank has no loss. `reduce` sets it.
     """
 
     n_targets: Tensor

@@ -182,6 +182,7 @@ class Checkpoints(Checkpoint):
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files of this save or of
                 the one before. The earlier checkpoints are intact.
+            RuntimeError: In the same way, for another error, as a state that cannot be pickled.
             RefusedStepError, DataError: Those of `StepGuard.read`, if the last step ends the run.
                 Nothing is saved then.
         """
@@ -218,7 +219,7 @@ class Checkpoints(Checkpoint):
     def finish(self, trainer: Trainer) -> None:
         """Wait for a save in the background, if any, and turn it into a checkpoint. Collective.
 
-        Raises a SaveFailedError on all ranks if a rank could not write its files.
+        Raises a SaveFailedError or a RuntimeError on all ranks if the save of a rank failed.
         """
         if self.store.unfinished is None:
             return

@@ -93,7 +93,9 @@ class TrainingMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare loggers, `step_guard` and the measurement of speed for the first step.
 
-        Raises an IncompatibleModelError if the module has `automatic_optimization=False`.
+        Raises:
+            IncompatibleModelError: If the module has `automatic_optimization=False`.
+            PreemptedError: If this rank was asked to stop.
         """
         self.guard.leave_if_asked()
         self.guard.beat(trainer.global_step, "train", allow_s=self.compile_s)

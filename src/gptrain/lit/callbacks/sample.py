@@ -32,7 +32,7 @@ class SampleText(Callback):
         self._n_tokens = n_tokens
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print a text."""
+        """Generate the text, and log it on rank 0."""
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
         is_pipeline = strategy_of(trainer).parallel.is_pipeline
         net = getattr(pl_module, "net", None)

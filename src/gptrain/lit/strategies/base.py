@@ -111,7 +111,11 @@ class GPTStrategy(SavingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Keep the loss for the mean of the step, and run Lightning's backward pass."""
+        """Keep the loss for the mean of the step, and run Lightning's backward pass.
+
+        Raises an IncompatibleModelError if the loss is a DTensor, because training_step has added
+        weights that are split over ranks.
+        """
         if isinstance(closure_loss, DTensor):
             message = "training_step adds weights that are split over ranks; try: strategy=ddp"
             raise IncompatibleModelError("strategy.name", message)

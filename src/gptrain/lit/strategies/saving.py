@@ -114,7 +114,10 @@ class SavingStrategy(Strategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Copy this rank's part of a checkpoint into the module. All ranks must call it."""
+        """Copy this rank's part of a checkpoint into the module. All ranks must call it.
+
+        Raises a ValueError for a partitioned net if `strict` is true and names or shapes differ.
+        """
         if not self.parallel.is_partitioned:
             super().load_model_state_dict(checkpoint, strict)
             return
