@@ -100,7 +100,10 @@ class TextDataModule(pl.LightningDataModule):
         return self._loaded_tokens + (self._step - self._loaded_step) * self.lengths.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run in its training data. Collective, for a stream."""
+        """Return the position of the run in its training data, for a checkpoint.
+
+        All ranks must call it if the data are a stream.
+        """
         state = {"step": self._step, "read": self.batches.n_read(self._step), "tokens": self.tokens}
         if self._stream is not None:
             own = self.positions.after((self._step - self._loaded_step) * self._accumulate)
@@ -110,9 +113,12 @@ class TextDataModule(pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position, if this is a fit.
+        """Restore the result of `state_dict` in a fit, from which the training continues.
 
-        Raises a ConfigError if a stream was divided over another number of data ranks.
+        Does nothing outside of a fit.
+
+        Raises:
+            ConfigError: If a stream was divided over another number of data ranks.
         """
         if cast(pl.Trainer, self.trainer).state.fn != "fit":
             return

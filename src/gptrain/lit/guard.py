@@ -183,7 +183,7 @@ class StepGuard:
         return {"n_skipped": int(self._n_skipped), "history": self.spikes.history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, so that steps are decided as without a stop."""
+        """Restore the result of `state_dict`, so that steps are decided as without a stop."""
         self._n_skipped = torch.tensor(state_dict["n_skipped"])
         self.spikes.history = state_dict["history"]
 

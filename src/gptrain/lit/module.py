@@ -121,7 +121,7 @@ class LanguageModel(pl.LightningModule):
     def validation_step(
         self, batch: tuple[Tensor, ...], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Add a batch to the sums of the evaluation, and to those of its part of a mixture."""
+        """Evaluate a batch (`evaluate`), and name its part of a mixture. Returns nothing."""
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
         self.evaluate(tokens, targets, part_of(batch_idx) if part_of else None, *documents)
@@ -129,7 +129,10 @@ class LanguageModel(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log `take_evaluation`. In a run of gptrain `TrainingMonitor` has logged it before."""
+        """Log the values of `take_evaluation`, which are none if they were taken before.
+
+        In a run of gptrain `TrainingMonitor` takes and logs them before this hook.
+        """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
     on_test_epoch_end = on_validation_epoch_end
@@ -204,7 +207,8 @@ class LanguageModel(pl.LightningModule):
     def named_net(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the net that this rank holds, by their names in a checkpoint.
 
-        A tied parameter appears once, under its first name. Frees weights that FSDP has gathered.
+        A tied parameter appears once, under its first name. There is no communication. Frees full
+        weights that FSDP has gathered.
         """
         return named_parameters(self.net, self._parallel().stages)
 
@@ -234,7 +238,11 @@ class LanguageModel(pl.LightningModule):
         return {"interval": "step", **self._schedule_factory(optimizer)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer and the schedule of the config for all parameters of this module."""
+        """Build the optimizer and the schedule of the config for the parameters of this module.
+
+        Returns the optimizer alone if there is no schedule. Raises the errors of `make_optimizer`
+        and `make_schedule`.
+        """
         optimizer = self.make_optimizer(self)
         schedule = self.make_schedule(optimizer)
         if schedule is None:

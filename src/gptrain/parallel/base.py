@@ -281,7 +281,8 @@ class Parallel:
     def uses_hidden(self, net: nn.Module) -> bool:
         """Return whether the loss is computed from `hidden` and `head` of a net, not `forward`.
 
-        The net must have `hidden`, and a `head` that is an nn.Linear without bias.
+        This is so if the net has `hidden`, and a `head` that is an nn.Linear without bias, unless
+        `forward_only` is True.
         """
         head = getattr(net, "head", None)
         has_parts = hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
@@ -341,8 +342,7 @@ class Parallel:
         """Complete the gradients once per step, after the last backward pass. Collective.
 
         DDP and FSDP have averaged gradients over the ranks in the backward pass. This method
-        completes those that they leave out, in place. If only other ranks use a parameter, its
-        gradient becomes zeros.
+        completes those that they leave out, in place.
 
         Raises:
             IncompatibleModelError: If the ranks use different parameters, without
@@ -386,8 +386,8 @@ class Parallel:
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor, **layout: Any) -> Tensor:
     """Run the net on tokens (B, T) and return its logits (B, T, V).
 
-    `layout` has further keyword arguments of the net. Raises an IncompatibleModelError if the net
-    returns anything else, of which the shape (B, T) is that of `targets`.
+    `layout` has further keyword arguments of the net. Raises an IncompatibleModelError unless the
+    net returns a tensor of the shape of `targets` (B, T) and one more dimension.
     """
     logits = net(tokens, **layout)
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"

@@ -65,7 +65,9 @@ def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: s
         net: Net with `blocks`, of plain parameters or of DTensors on the tensor axis.
         mesh: Mesh of `build_shard_mesh`, over which the parameters are sharded.
         options: Options of FSDP2.
-        precision: Precision as Lightning names it.
+        precision: Precision as Lightning names it. With autocast, FSDP2 gathers weights in the type
+            of autocast and reduces gradients in fp32. Otherwise both keep the type of the
+            parameters.
     """
     # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
     # in fp32. Under any other precision both keep the type of the parameters.

@@ -41,8 +41,8 @@ def check_use(
 ) -> None:
     """Make the ranks of a group agree on which parameters have a gradient in this step. Collective.
 
-    A parameter that only other ranks use gets a gradient of zeros. A parameter that no rank uses
-    gets none.
+    A parameter without a gradient that other ranks use gets a gradient of zeros. A parameter that
+    no rank uses gets None.
 
     Args:
         is_used: Parameter -> whether this rank has computed a gradient. All ranks pass the same

@@ -41,8 +41,9 @@ _Loss = Callable[[Tensor, Tensor], Tensor]
 class Pipeline(Parallel):
     """Train this rank's stage of the net with a pipeline schedule of torch.
 
-    If head and embedding share a weight, the first and the last rank both hold the weight and sum
-    its gradients. The copies stay equal, because equal weights get equal updates.
+    All ranks must build the object, as any `Parallel`. If head and embedding share a weight, the
+    first and the last rank both hold the weight and sum its gradients. The copies stay equal,
+    because equal weights get equal updates.
 
     `mean_loss` runs the schedule, with the forward and backward passes of a micro-step. `backward`
     of the returned loss multiplies these gradients by the gradient that arrives there, and adds

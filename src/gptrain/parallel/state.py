@@ -20,7 +20,7 @@ from gptrain.checkpoints.tensors import SavedTensors
 from gptrain.parallel.mesh import gather
 from gptrain.parallel.requirements import tied_names
 
-_Parameters = Mapping[str, nn.Parameter]
+Parameters = Mapping[str, nn.Parameter]
 _Shapes = Mapping[str, tuple[int, ...]]
 _Values = dict[str, dict[str, Any]]  # name of a parameter -> kind, such as `exp_avg` -> value
 # Prefix, in a checkpoint, of the names of a LightningModule's tensors outside `net`.
@@ -95,7 +95,7 @@ def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str,
 
 
 def optimizer_state(
-    parameters: _Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
+    parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> dict[str, Any]:
     """Return the optimizer's state by parameter names. All ranks of a pipeline must call it.
 
@@ -249,7 +249,7 @@ def _find_tables(net: nn.Module, own: _Shapes, saved: _Shapes) -> dict[str, int 
 
 
 def load_optimizer_state(
-    parameters: _Parameters, optimizer: Optimizer, source: SavedTensors, state: Mapping[str, Any]
+    parameters: Parameters, optimizer: Optimizer, source: SavedTensors, state: Mapping[str, Any]
 ) -> None:
     """Load this rank's part of an optimizer state into the optimizer. It is not collective.
 
@@ -298,7 +298,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _names(parameters: _Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
     """Return parameter -> name. Raise a ValueError if a parameter of the optimizer has none."""
     names = {parameter: name for name, parameter in parameters.items()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

@@ -84,7 +84,10 @@ class Checkpoints(Checkpoint):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add Lightning's loop counters to a checkpoint of gptrain from which a fit resumes."""
+        """Add Lightning's loop counters to a checkpoint of gptrain from which a fit resumes.
+
+        All ranks must call it. Does nothing for a file of Lightning, or outside of a fit.
+        """
         if "rng" not in checkpoint or trainer.state.fn != "fit":
             return
         # Keep only these entries, so that the tensors of the checkpoint can be freed.
@@ -104,7 +107,10 @@ class Checkpoints(Checkpoint):
             trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore metrics, schedules and random states if the run resumes from a checkpoint."""
+        """Restore what Lightning does not, if the run resumes (`resume.resume_run`).
+
+        Sets checkpoints of later steps aside, on rank 0, because the run has gone back before them.
+        """
         if self._only_validates:
             trainer.val_check_batch = 1
         if self._loaded is not None:
@@ -117,7 +123,10 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add random states and logged metrics, if the checkpoint is one of this callback."""
+        """Add what an exact resume needs (`resume.add_state`) to a checkpoint of this callback.
+
+        All ranks must call it. A file that Lightning saves for another callback is left as it is.
+        """
         if strategy_of(trainer).save_to_store is not None:
             resume.add_state(trainer, checkpoint)
 
@@ -150,7 +159,8 @@ class Checkpoints(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the logged values, without perf/*, into the manifest of the step's checkpoint.
 
-        The first validation warns of missing metrics. A run that resumed only to validate ends.
+        Does nothing after a sanity check and outside of a fit. The first validation warns of
+        missing metrics. A run that resumed only to validate ends.
         """
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
@@ -163,12 +173,15 @@ class Checkpoints(Checkpoint):
         self.store.set_metrics(trainer.global_step, metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step if it is not saved yet, and finish a background save."""
+        """Save the last step if it is not saved yet, and finish a background save. Collective."""
         self.save(trainer)
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the mirror. If no step was left to train, restore the saved metrics first."""
+        """Wait until the mirror is up to date. Collective.
+
+        If no step was left to train, restore the saved metrics first.
+        """
         if self._loaded is not None:
             resume.restore_logged(trainer, self._loaded)
         self.wait_for_mirror(trainer)

@@ -84,7 +84,7 @@ class TrainingMonitor(Callback):
         check_supported(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed torch's generators with `seed` + rank."""
+        """Seed torch's generators with `seed` + rank. Until then all ranks draw the same."""
         # Until now all ranks drew the same numbers, for parameters of the module, also in its
         # `setup` and `configure_model`, and a random split of a LightningDataModule. Dropout
         # differs between ranks.
@@ -116,13 +116,19 @@ class TrainingMonitor(Callback):
         self.speed = Speed(trainer, net)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step of the epoch before if it is due, and end the run if asked to."""
+        """Save the last step of the epoch before if it is due, and end the run if asked to.
+
+        Raises a PreemptedError if the ranks have agreed to stop and the step is saved.
+        """
         if self.checkpoints is not None:
             self.checkpoints.before_epoch(trainer)
         self._stop_if_agreed(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """End the run, if the ranks have agreed to stop."""
+        """End the run, if the ranks have agreed to stop and the step is saved.
+
+        Raises a PreemptedError in this case, as the hooks of epoch and validation do.
+        """
         cast(Any, trainer).log_every_n_steps = self.every_n_steps
         self._stop_if_agreed(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
@@ -132,7 +138,10 @@ class TrainingMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Complete the gradients before other hooks see them. Collective."""
+        """Complete the gradients before other hooks see them. Collective.
+
+        Measures their norm, too, if Lightning will not clip them by the norm.
+        """
         self._lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
         strategy.finish_gradients()
@@ -144,7 +153,7 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Send a heartbeat. After the last micro-batch of a step log the step, if it is due.
 
-        Then the ranks also synchronize buffers and vote on stopping and saving.
+        Before that, all ranks synchronize buffers and vote on stopping and saving.
         """
         step = trainer.global_step
         self.guard.beat(step, "train")
@@ -179,7 +188,10 @@ class TrainingMonitor(Callback):
     # Evaluations
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the step before its validation, and end the run if the ranks have agreed to stop."""
+        """Save the step before its validation, and end the run if the ranks have agreed to stop.
+
+        In a sanity check and outside of a fit it only sends a heartbeat.
+        """
         self.guard.beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if self.checkpoints is not None:
@@ -189,7 +201,7 @@ class TrainingMonitor(Callback):
             self.timeline.enter("validation", trainer.global_step)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Send a heartbeat, and end the run if it was asked to stop."""
+        """Send a heartbeat, and end the run by a PreemptedError if it was asked to stop."""
         self.guard.beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
         if trainer.state.fn != "fit":
@@ -201,7 +213,7 @@ class TrainingMonitor(Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics of an evaluation, and the step as their x axis."""
+        """Log the metrics of an evaluation of LanguageModel, and the step as their x axis."""
         values = {}
         if isinstance(pl_module, LanguageModel):
             # Log here and not in the module's own hook, which a subclass may override.
@@ -224,9 +236,10 @@ class TrainingMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the config of the net to a checkpoint. Raises the errors of `StepGuard.read`.
+        """Add the config of the net to a checkpoint, under the key `model`.
 
-        So no file is written after a step that ends the run.
+        Raises the errors of `StepGuard.read`, so that no file is written after a step that ends the
+        run.
         """
         self.step_guard.read()
         checkpoint["model"] = self.model_config

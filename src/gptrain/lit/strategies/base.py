@@ -54,7 +54,7 @@ class GPTStrategy(SavingStrategy):
     _saved_buffers: Sequence[str] = ()  # names in the module
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the module's optimizer, and prepare what the steps need."""
+        """Build the module's optimizer and schedules, and prepare what the steps need."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.parallel.prepare(self.module, optimizer)
@@ -75,7 +75,7 @@ class GPTStrategy(SavingStrategy):
             dist.broadcast(buffer, group=self.parallel.data_group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a batch to the device. Sets `StepMean.counted` if the loader has counted targets."""
+        """Move a batch to the device, and set `StepMean.counted` in training."""
         batch = super().batch_to_device(batch, *args, **kwargs)
         trainer = self.module.trainer
         if trainer.training:
@@ -235,7 +235,10 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in the block. Only `accumulate_shards` communicates inside of it."""
+        """Accumulate gradients in a with block, without communication of gradients.
+
+        With `strategy.accumulate_shards`, FSDP2 communicates them nevertheless.
+        """
         net = getattr(self.module, "net", None)
         is_held = isinstance(net, FSDPModule) and not self.parallel.options.accumulate_shards
         with super().block_backward_sync():

@@ -63,7 +63,7 @@ class SavingStrategy(Strategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict, or that of `parallel.state` if a folder is saved."""
+        """Return the state dict for a file of Lightning, or else `state.optimizer_state`."""
         if not self._saves_folder:
             return super().optimizer_state(optimizer)
         parameters = self.saved_parameters()
@@ -97,10 +97,11 @@ class SavingStrategy(Strategy):
         Save(path, manifest, tensors, checkpoint, rank=rank, gather=gather).finish()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        """Return what Lightning has collected for a checkpoint of gptrain or a file of Lightning.
+        """Return the state that Lightning has collected for a checkpoint.
 
-        The tensors of a partitioned net are not in it: `load_model_state_dict` reads them. Those of
-        another net are, because callbacks such as WeightAveraging exchange them.
+        For a checkpoint of gptrain, a folder, it has the full tensors of the module, unless the net
+        is partitioned: then `load_model_state_dict` reads this rank's part. A file of Lightning is
+        returned as it is. Raises a DamagedCheckpointError or an OSError.
         """
         self._loaded = path = Path(checkpoint_path)
         if not path.is_dir():
@@ -125,7 +126,11 @@ class SavingStrategy(Strategy):
         states.load_net_state(self.module, source, strict=strict, stages=stages, is_module=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep `fresh_options`, load this rank's part of the state, fit schedules to its groups."""
+        """Load this rank's part of the optimizer's state, and set `fresh_options` before.
+
+        In `checkpoint`, the states of schedules are fitted to the groups of this rank. Raises the
+        errors of `state.load_optimizer_state`.
+        """
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
         self.fresh_options = [states.options_of(group) for group in optimizer.param_groups]
