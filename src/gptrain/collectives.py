@@ -41,7 +41,10 @@ class _CollectivesRun(RunConfig):
 
 
 def main() -> None:
-    """Run `python -m gptrain.collectives` with the words of `sys.argv`, and exit with its code."""
+    """Run `python -m gptrain.collectives` with the overrides in `sys.argv`, and exit.
+
+    The exit codes are those of all commands. Without `trainer.devices` there are two ranks.
+    """
     sys.argv[1:] = ["trainer.devices=2", *sys.argv[1:]]
     config.main(_start, _CollectivesRun, {"max_bytes": 2**24}, usage=__doc__)
 

@@ -64,7 +64,10 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def discard_after(self, step: float) -> None:
-        """Remove the rows after `step` from the file, and a last row that was written in part."""
+        """Remove the rows after `step` from the file, and a last row that was written in part.
+
+        Only rank 0 does this. Raises an OSError if the file cannot be read or written.
+        """
         rows = [row for row in files.read_rows(self._path) if isinstance(row.get(STEP), int)]
         rows = [row for row in rows if row[STEP] <= step]
         files.replace(self._path, b"".join(map(files.encode, rows)))

@@ -34,7 +34,7 @@ def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of multiplications of two square matrices with random values.
 
-    The random generators of the run do not change.
+    The matrices have the given type. The random generators of the run do not change.
     """
     from torch.utils.benchmark import Timer  # takes 0.1 s, and a known GPU needs none
 

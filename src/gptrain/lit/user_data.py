@@ -103,7 +103,7 @@ class UserData(Dataset):
 
     @property
     def tokens(self) -> int:
-        """Number of positions that the run has trained on, on all ranks, if all batches are full."""
+        """Number of positions that all ranks have trained on, if all batches are full."""
         return cast(pl.Trainer, self.module.trainer).global_step * self.lengths.step_tokens
 
     def step_samples(self, step: int) -> list[int]:

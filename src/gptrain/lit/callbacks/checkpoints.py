@@ -178,7 +178,7 @@ class Checkpoints(Checkpoint):
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait until the mirror is up to date. Collective.
+        """Wait until the mirror, if any, is up to date. Collective.
 
         If no step was left to train, restore the saved metrics first.
         """

@@ -140,7 +140,7 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Complete the gradients before other hooks see them. Collective.
 
-        Measures their norm, too, if Lightning will not clip them by the norm.
+        Measures their norm, too, unless `LanguageModel.clip_gradients` will do it.
         """
         self._lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
@@ -213,7 +213,10 @@ class TrainingMonitor(Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics of an evaluation of LanguageModel, and the step as their x axis."""
+        """Log the values of `LanguageModel.take_evaluation`, and the step as their x axis.
+
+        For another module only the step is logged. Raises the DataError of `take_evaluation`.
+        """
         values = {}
         if isinstance(pl_module, LanguageModel):
             # Log here and not in the module's own hook, which a subclass may override.

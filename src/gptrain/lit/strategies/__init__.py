@@ -49,7 +49,7 @@ def build_strategy(
             under the strategy, to compare the results. None skips this comparison.
 
     Returns:
-        The net on its device, and the strategy.
+        The net, on the device of its weights, and the strategy.
 
     Raises:
         IncompatibleModelError: If the strategy would train another function than the plain net
