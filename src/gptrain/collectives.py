@@ -114,10 +114,7 @@ _COLLECTIVES: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Any]]] = {
 
 
 def _show(name: str, device: torch.device) -> None:
-    """Run a collective on a small buffer, and print the rows that each rank passes and gets.
-
-    `name` is a key of `_COLLECTIVES`. Row j of rank r holds the number 10 r + j. Collective.
-    """
+    """Run a collective on rows of numbers 10 * rank + row, and print the rows of each rank."""
     rows_sent, rows_received, call = _COLLECTIVES[name]
     sent = torch.arange(dist.get_world_size(), device=device).view(-1, 1) + 10.0 * dist.get_rank()
     received = sent.clone()

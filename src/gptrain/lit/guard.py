@@ -1,15 +1,12 @@
 """StepGuard: leaves out bad optimizer steps on the device, and reports them when the host reads.
 
 A step is bad if a gradient is not finite (NaN or infinite), or if `on_spike=skip` and its loss or
-its gradient norm is a spike. If the host read this before the optimizer's update, the GPU would run
-out of work once per step. Instead all counters stay on the device, and the optimizer itself leaves
-out its update: the fused optimizers of torch and `gptrain.optim.Muon` read the flag from their
-attribute `found_inf`, which torch's GradScaler sets, too. The host reads the counters when a step
-is logged or saved. From the step that ends the run on, no later step changes a weight either, so
-that the weights are those before that step.
-
-Other optimizers update without reading `found_inf`. The host then reads each decision at once,
-which costs one synchronization with the device per step.
+its gradient norm is a spike. If the host read this before each update, the GPU would run out of
+work once per step. Instead all counters stay on the device, and the optimizer itself leaves out its
+update: the fused optimizers of torch and `gptrain.optim.Muon` read the flag from their attribute
+`found_inf`. The host reads the counters when a step is logged or saved. From the step that ends the
+run on, no later step changes a weight either. For any other optimizer the host reads each decision
+at once.
 """
 
 import logging
@@ -119,11 +116,7 @@ class StepGuard:
         self._is_deferred = _skips_on_device(trainer.optimizers[0]) and not waits
 
     def _decide(self, optimizer: Optimizer) -> None:
-        """Make the optimizer leave out its update of the current step if the step is bad.
-
-        All ranks must call it once per step, after the gradient norm was computed. If the optimizer
-        cannot skip the update on the device, it raises the errors of `read` at once.
-        """
+        """Decide about the current step on all ranks, once the gradient norm was computed."""
         strategy = strategy_of(self._trainer)
         norm = cast(Tensor, strategy.grad_norm)  # `GPTStrategy.clip` has measured it
         step = self._trainer.global_step
@@ -206,10 +199,7 @@ class StepGuard:
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer skips its update on the device if its `found_inf` is 1.
-
-    torch's fused optimizers do this, and any optimizer with a true attribute `skips_on_device`.
-    """
+    """Return whether an optimizer, as torch's fused ones, skips its update if `found_inf` is 1."""
     names = ("_step_supports_amp_scaling", "skips_on_device")
     can_skip = any(getattr(optimizer, name, False) for name in names)
     return can_skip and all(group.get("fused", True) for group in optimizer.param_groups)

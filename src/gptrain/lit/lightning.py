@@ -21,8 +21,7 @@ class RankEnvironment(TorchElasticEnvironment):
     """Gives Lightning the rank and the world size that `gptrain.runtime.process` has detected.
 
     Lightning's own detection would take a run that a person starts in a SLURM allocation for a rank
-    of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`. The process group exists
-    before the Trainer is built, so Lightning never asks this object for the main address.
+    of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`.
 
     Args:
         process: Rank and world size of this process.

@@ -215,8 +215,7 @@ class LanguageModel(pl.LightningModule):
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer of the config group `optimizer` for the parameters of a module.
 
-        A subclass may call this method in its own configure_optimizers. Parameters without
-        `requires_grad` are left out.
+        A subclass may call this method in its own configure_optimizers.
 
         Raises:
             ConfigError: If the optimizer does not take an option of the config or cannot train this

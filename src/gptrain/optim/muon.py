@@ -23,17 +23,14 @@ _ADAMW_RMS = 0.2
 class Muon(torch.optim.Optimizer):
     """Muon for parameter groups with `use_muon=True`, and torch.optim.AdamW for all other groups.
 
-    The updates of matrices are those of torch.optim.Muon with adjust_lr_fn="match_rms_adamw". They
-    are scaled to the size of AdamW's updates, so that a learning rate and a weight decay tuned for
-    AdamW can be kept.
-
-    Unlike torch.optim.Muon, this class takes all parameters of a net, and orthogonalizes matrices
-    of one shape as a batch, which the ranks that share the matrices divide among themselves. On a
-    device without fast bf16 it computes in fp32.
+    The updates of matrices are those of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", of
+    the size of AdamW's updates, so that a learning rate and a weight decay tuned for AdamW can be
+    kept. Matrices of one shape are orthogonalized as a batch, which the ranks that share them
+    divide among themselves, in fp32 on a device without fast bf16.
 
     Args:
-        params: Parameter groups, as `muon_groups` makes them. A group with `use_muon=True` has
-            matrices only. A group without `use_muon` is updated by AdamW.
+        params: Parameter groups, as `muon_groups` makes them. A group without `use_muon` is updated
+            by AdamW.
         lr: Learning rate of groups without their own.
         betas: Decay rates of AdamW's averages.
         eps: Epsilon of AdamW.
@@ -123,10 +120,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _muon_step(self, group: dict[str, Any]) -> None:
-        """Update the matrices of a group: weight decay, then the orthogonalized momentum.
-
-        If `found_inf` is 1, nothing changes. All ranks that share the matrices must call it.
-        """
+        """Update the matrices of a group: weight decay, then the orthogonalized momentum."""
         batches: dict[tuple, list[Tensor]] = {}  # (shape, mesh, placements) -> parameters
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -152,11 +146,7 @@ class Muon(torch.optim.Optimizer):
     def _nesterov_momenta(
         self, parameters: list[Tensor], momentum: float, is_skipped: Tensor | None
     ) -> list[Tensor]:
-        """Update the momentum buffers, and return (1 - momentum) * gradient + momentum * buffer.
-
-        The buffers keep their values where the scalar `is_skipped` is True. Results are sharded
-        like the matrices.
-        """
+        """Update the momentum buffers, and return (1 - momentum) * gradient + momentum * buffer."""
         for parameter in parameters:
             if not self.state[parameter]:
                 buffer = torch.zeros_like(cast(Tensor, parameter.grad))
@@ -186,11 +176,7 @@ def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def _orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
-    """Orthogonalize matrices of one shape, and return the stack (N, rows, columns) of local shards.
-
-    The ranks of the DTensors' mesh, or for plain tensors of `replicas`, divide the work: all of
-    them must call it. Without a mesh this rank does all of it.
-    """
+    """Orthogonalize matrices of one shape, divided over a mesh, into a stack of local shards."""
     first = matrices[0]
     mesh = first.device_mesh if isinstance(first, DTensor) else replicas
     if mesh is None:
@@ -218,11 +204,7 @@ def _orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -
 
 
 def _orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrix of each matrix of a batch (N, rows, columns).
-
-    Five Newton-Schulz steps bring the singular values to 0.7 to 1.2; those below 0.002 stay
-    smaller.
-    """
+    """Bring the singular values of matrices (N, rows, columns) to 0.7 to 1.2, from 0.002 on."""
     a, b, c = _NEWTON_SCHULZ
     is_tall = matrices.size(1) > matrices.size(2)
     # The Gram matrix of a wide matrix is the smaller one.

@@ -1,9 +1,8 @@
 """Learning-rate schedules: functions from the optimizer step to a factor on the peak learning rate.
 
 The factor rises linearly from `start_factor` at step 0 to 1 at step `warmup_steps`. The decay, if
-the schedule has one, reaches `min_factor` at the last step, `total_steps - 1`, and later steps keep
-`min_factor`. If the warm-up leaves no step for the decay, the factor is `min_factor` from the end
-of the warm-up on.
+the schedule has one, reaches `min_factor` at the last step, `total_steps - 1`, or at the end of the
+warm-up if that is later, and keeps it.
 
 A schedule may have the keyword arguments `warmup_steps`, `total_steps`, `start_factor` and
 `min_factor`. gptrain passes only those that the function has, so that a config can change to
@@ -39,9 +38,7 @@ def warmup_linear(
 ) -> float:
     """Return the factor of a linear warm-up followed by a linear decay from 1 to `min_factor`.
 
-    The arguments are those of `warmup_cosine`: the warm-up rises from `start_factor` at step 0 to 1
-    at step `warmup_steps`, and the decay ends at step `total_steps - 1`. Later steps have
-    `min_factor`.
+    The arguments are those of `warmup_cosine`.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -61,15 +58,9 @@ def warmup_stable_decay(
 
     A run can be continued with more steps from any checkpoint before the decay. Source: Hägele et
     al. 2024, arXiv:2405.18392, where a decay over a fifth of the run matches a cosine of the same
-    length.
+    length. The other arguments are those of `warmup_cosine`.
 
     Args:
-        step: Optimizer step, counted from 0.
-        warmup_steps: Number of steps of the warm-up. The factor is 1 at step `warmup_steps`.
-        total_steps: Number of steps of the run.
-        start_factor: Factor at step 0, if there is a warm-up.
-        min_factor: Factor from step `total_steps - 1` on. If the warm-up ends only then or later,
-            factor from its end on.
         decay_steps: Number of steps of the decay, which ends at step `total_steps - 1`. A decay
             that would begin within the warm-up begins at its end.
     """
@@ -82,10 +73,7 @@ def warmup_stable_decay(
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
     """Return the factor of a linear warm-up followed by a constant phase at 1.
 
-    Args:
-        step: Optimizer step, counted from 0.
-        warmup_steps: Number of steps of the warm-up. The factor is 1 at step `warmup_steps`.
-        start_factor: Factor at step 0, if there is a warm-up.
+    The factor rises from `start_factor` at step 0 to 1 at step `warmup_steps`.
     """
     return _warmup(step, warmup_steps, start_factor) if step < warmup_steps else 1.0
 

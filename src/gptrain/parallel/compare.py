@@ -1,9 +1,8 @@
 """Compare a partitioned net with the plain net, once, before the first step of a run.
 
-A strategy partitions a net under the assumptions of `gptrain.models`: the number of heads follows
-from the width of q, k and v, `forward` is the chain of the net's parts, and so on. A net that
-violates an assumption would silently train another function. Therefore the logits and the gradients
-of both nets are compared, with the same weights, on one small batch:
+A strategy partitions a net under the assumptions of `gptrain.models`. A net that violates an
+assumption would silently train another function. Therefore the logits and the gradients of both
+nets are compared, with the same weights, on one small batch:
 
 - The partitioned net is compared with `forward` of the plain net in evaluation mode, because in
   training its ranks draw other random numbers than one process.
@@ -224,10 +223,7 @@ class Comparison:
 
 
 def _first_difference(expected: _Tensors, found: _Tensors) -> str:
-    """Return "<name> differs" for the first tensor in `found` that is not as expected, or "".
-
-    `expected` may hold more. _TOLERANCES has the allowed difference, by torch's default dtype.
-    """
+    """Return "<name> differs" for the first tensor in `found` that is not as expected, or ""."""
     tolerance = _TOLERANCES[torch.get_default_dtype()]
     pairs = {name: (_comparable(expected[name]), _comparable(found[name])) for name in found}
     scales = {
@@ -242,10 +238,7 @@ def _first_difference(expected: _Tensors, found: _Tensors) -> str:
 
 
 def _make_batch(sample: Tensor, parallel: Parallel, is_padded: bool) -> Batch:
-    """Return beginnings of rotated copies of a sample, of a length that has to be padded or not.
-
-    A net that takes some lengths only, as one with windows, may fail with the first.
-    """
+    """Return beginnings of rotated copies of a sample, of a length that has to be padded or not."""
     n_tokens, n_ranks = min(len(sample), _N_TOKENS), parallel.dims.tensor * parallel.dims.context
     if is_padded and n_ranks > 1 and n_tokens % n_ranks == 0:
         n_tokens -= 1

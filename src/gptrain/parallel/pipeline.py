@@ -72,10 +72,7 @@ class Pipeline(Parallel):
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
     def _split(self, net: Net) -> None:
-        """Keep only this rank's stage in the net, in place.
-
-        `net.forward` and `net.hidden` then raise an IncompatibleModelError.
-        """
+        """Keep only this rank's stage in the net, in place. The net can no longer be called."""
         self._net = net
         self._schedule = cache(self._build_schedule)
         self.stages = Stages(self._group, tied_names(net) if self._last else {})
@@ -168,11 +165,7 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch, loss: _Loss) -> Tensor:
-        """Return the sum of `loss` over the microbatches, without gradients. Collective.
-
-        The last stage calls `loss(hidden, targets)` with hidden states (b, T, D) behind the final
-        norm and targets (b, T). All ranks of the pipeline get the sum, a scalar.
-        """
+        """Return the sum of `loss`, on the last stage, over the microbatches, without gradients."""
         return self._run(False, gcd(len(batch.tokens), self.microbatches), batch, loss)
 
     def finish_gradients(self) -> None:
@@ -284,10 +277,7 @@ class _Stage(nn.Module):
 
 
 def _keep_stage(net: Net, stage: int, n_stages: int) -> None:
-    """Remove from a net, in place, all layers that do not belong to a stage, and keep all names.
-
-    The last stage keeps `norm` and `head`, the first one all others that `embed` may use.
-    """
+    """Remove from a net, in place, all layers that do not belong to a stage, and keep all names."""
     blocks = list(net.blocks)
     kept = stage_blocks(stage, n_stages, len(blocks))
     net.blocks = nn.ModuleDict({str(i): blocks[i] for i in kept})

@@ -221,10 +221,8 @@ def _compare(
 def _find_tables(net: nn.Module, own: _Shapes, saved: _Shapes) -> dict[str, int | None]:
     """Return name -> dimension of the positions, for tensors that differ in their number only.
 
-    Only dimensions of the size `net.max_seq_len` may differ. The dimension is None for a buffer,
-    which is not loaded because the net computes it. A parameter needs the role of a position table
-    in `net.tensor_plan`. Without a plan it must not be possible that it is the table of tokens, and
-    all differing shapes must have the same old size.
+    The dimension is None for a buffer, which is not loaded because the net computes it. Without a
+    `tensor_plan` a table must not be mistaken for the table of tokens.
     """
     length, plan = getattr(net, "max_seq_len", None), getattr(net, "tensor_plan", None)
     may_be_tokens = length == getattr(net, "vocab_size", None)

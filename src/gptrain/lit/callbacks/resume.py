@@ -95,10 +95,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
 
 
 def _apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
-    """Give the optimizer the current values of changed options, and log them.
-
-    If the peak learning rate has changed, the current learning rate is scaled in the same ratio.
-    """
+    """Give the optimizer the current values of changed options, and log them."""
     messages: dict[str, None] = {}  # parameter groups share most options: list a change once
     groups = trainer.optimizers[0].param_groups
     for group, fresh in zip(groups, strategy_of(trainer).fresh_options, strict=True):
