@@ -49,6 +49,8 @@ class TextDataModule(pl.LightningDataModule):
         pin_memory: True lets the loaders copy batches to pinned memory, as in DataLoader.
         limits: Number of batches of "val" and of "test" that all ranks together evaluate, or their
             fraction. None or no entry is the full set.
+        batch_size: Samples of a batch of one rank. Lightning's BatchSizeFinder looks for this name,
+            before gptrain refuses it.
 
     Raises:
         DataError: If one step needs more samples than `train` has.
@@ -70,14 +72,14 @@ class TextDataModule(pl.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._batch_size = self.lengths.batch.batch_size
+        self.batch_size = self.lengths.batch.batch_size
         self._accumulate = self.lengths.batch.accumulate
         train, seed = self.train, self.seed
         is_mixture = isinstance(train, Mixture)
         order = train.order(seed) if is_mixture else SampleOrder(len_of(train), seed)
         self.batches = TrainBatches(
             order,
-            self._batch_size,
+            self.batch_size,
             self._accumulate,
             self.rank,
             self.world_size,
@@ -169,7 +171,7 @@ class TextDataModule(pl.LightningDataModule):
         self._eval_parts = list(parts)
         limit = self.limits.get(name.removeprefix("data."))
         self._eval_batches = EvalBatches(
-            lengths, self._batch_size, self.rank, self.world_size, limit
+            lengths, self.batch_size, self.rank, self.world_size, limit
         )
         return self._loader(dataset, name, self._eval_batches)
 

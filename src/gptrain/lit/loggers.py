@@ -101,6 +101,7 @@ class WandbLogger(pl_loggers.WandbLogger):
     """Logger that gives the W&B run the id of the run folder, so that a resumed run continues it.
 
     The service does not delete points: the steps that a resumed run repeats are logged twice.
+    `save_dir` is the run folder, and the other options are those of Lightning's WandbLogger.
     """
 
     def __init__(self, save_dir: str, **options: Any):

@@ -121,7 +121,7 @@ class LanguageModel(pl.LightningModule):
     def validation_step(
         self, batch: tuple[Tensor, ...], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Evaluate a batch (`evaluate`), and name its part of a mixture. Returns nothing."""
+        """Add a batch to the evaluation by `evaluate`, with the name of its part of a mixture."""
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
         self.evaluate(tokens, targets, part_of(batch_idx) if part_of else None, *documents)

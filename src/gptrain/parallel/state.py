@@ -76,8 +76,8 @@ def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn
     weights that FSDP has gathered.
 
     Args:
-        net: Net as the strategy has partitioned it.
-        stages: `Parallel.stages` of the strategy.
+        net: Net, full or as the strategy has partitioned it.
+        stages: `Parallel.stages` of the strategy. The default is for any net but a pipeline's.
     """
     _reshard(net)
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}

@@ -59,7 +59,7 @@ class StepMean:
         self.losses: dict[int, Tensor] = {}  # of each micro-batch, whose closure may run again
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
-        """Begin a step: compute the divisor of its losses. Collective over the data ranks.
+        """Begin a step: empty `losses`, and compute the divisor. Collective over the data ranks.
 
         Args:
             n_targets: Number of targets of the step on this rank, in all micro-batches. 0 if
