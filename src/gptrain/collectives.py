@@ -136,9 +136,9 @@ def _format_rows(rows: Tensor, rows_shown: str) -> str:
 def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
     """Compare an all-reduce through rank 0, one around a ring, and that of the backend.
 
-    All ranks must call this function. For each all-reduce, rank 0 prints the time of the slowest
-    rank and the bytes of the buffer per second. Raises a RuntimeError on a rank whose result is
-    wrong.
+    All ranks must call this function with a buffer of at most `n_bytes` bytes on the device. For
+    each all-reduce, rank 0 prints the time of the slowest rank and the bytes of the buffer per
+    second. Raises a RuntimeError on a rank whose result is wrong.
     """
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     values = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
