@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stderr
 
+from gptrain.config import compose_command
 from gptrain.config.checks import check_rules
-from gptrain.config.cli import compose_command, run_command
+from gptrain.config.cli import run_command
 from gptrain.config.compose import plain, typed
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Guard
 
 
-def unwatched(cfg: RunConfig, rank: int = 0) -> Guard:
+def unwatched(rank: int = 0) -> Guard:
     """Return a guard for a run that a test builds by itself. It watches nothing until entered."""
-    return Guard(cfg.run_dir, StopFlag(), rank=rank, timeout_s=60.0)
+    return Guard(StopFlag(), rank, timeout_s=60.0, report=print)
 
 
 def answer(*words: str) -> tuple[int, list[str]]:

@@ -1,9 +1,8 @@
 """Let Hydra find and merge the yaml files of a choice of groups once for all tests.
 
-A run composes its config twice, which takes 0.1 s each time, more than the steps of a tiny run.
-Most tests choose the same groups. Overrides of keys, references and checks are not cached, but the
-second composition of a run is the first one. If a yaml file has changed, nothing is taken from the
-cache.
+A run composes its config, which takes 0.1 s, more than the steps of a tiny run. Most tests choose
+the same groups. Overrides of keys, references and checks are not cached. If a yaml file has
+changed, nothing is taken from the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from hydra._internal import config_loader_impl, config_repository, defaults_list
 from omegaconf import DictConfig, ListConfig, Node, ValueNode
 
 made: dict[tuple, bytes] = {}  # pickled: loading is five times as fast as `deepcopy`
-last: dict[tuple, bytes] = {}  # the config that was composed last
 
 
 @cache
@@ -33,7 +31,6 @@ def compose_once() -> None:
     for owner, name, wrap in (
         (defaults_list, "_create_defaults_list", _find_once),
         (loader, "_compose_config_from_defaults_list", _make_once),
-        (loader, "_load_configuration_impl", _make_again),
         (config_repository.ConfigRepository, "load_config", _make_once),
     ):
         if hasattr(owner, name):
@@ -100,23 +97,6 @@ def _make_once(make: Callable) -> Callable:
         what = {name: value for name, value in given.items() if name != "repo"}
         key = (repr(what), _files(given.get("repo", self)))
         return _made(key, lambda: make(self, **given))
-
-    return make_or_find
-
-
-def _make_again(make: Callable) -> Callable:
-    """Cache the last config."""
-
-    @wraps(make)
-    def make_or_find(self, **given):
-        what = {name: value for name, value in given.items() if name != "from_shell"}
-        key = (repr(what), os.getcwd(), repr(sorted(os.environ.items())), _files(self.repository))
-        if key not in last:
-            config = make(self, **given)
-            last.clear()
-            last[key] = pickle.dumps(config)
-            return config
-        return pickle.loads(last[key])
 
     return make_or_find
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+from gptrain.core.precision import Precision
 from gptrain.data import SampleOrder
 from gptrain.lit import LanguageModel
 from gptrain.lit.guard import Spikes
@@ -83,7 +84,7 @@ BREAKS = "+callbacks.breaks={_target_: tests.lit.own.callbacks.BreaksLayer, laye
 @pytest.fixture
 def any_precision(monkeypatch):
     """Let a run on a CPU begin with a loss scaler, which Lightning has on GPUs only."""
-    monkeypatch.setattr("gptrain.config.checks.check_devices", lambda run: [])
+    monkeypatch.setattr("gptrain.runtime.devices.find_precision", lambda name: Precision())
 
 
 SCALED = (

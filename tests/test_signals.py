@@ -122,9 +122,9 @@ def test_a_closed_terminal_stops_a_run_unless_nohup_has_started_it(handler, is_a
         signal.signal(signal.SIGHUP, before)
 
 
-def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
+def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once():
     """A library that catches every Exception, such as Hydra, does not catch this error."""
-    with StopFlag() as flag, Guard(tmp_path, flag, rank=0, timeout_s=60) as guard:
+    with StopFlag() as flag, Guard(flag, 0, 60.0, print) as guard:
         started_s = time.monotonic()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(PreemptedError), guard.nothing_to_save():

@@ -3,7 +3,8 @@
 `main` runs a command, and `compose_command` composes a config.
 """
 
-from gptrain.config.cli import compose_command, main
+from gptrain.config.cli import main
+from gptrain.config.from_run import compose_command
 from gptrain.core.errors import ConfigError, ConfigIssue
 
 __all__ = ["ConfigError", "ConfigIssue", "compose_command", "main"]

@@ -13,11 +13,15 @@ from collections.abc import Iterator
 from pkgutil import resolve_name
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from gptrain.core.errors import ConfigIssue, first_line, show
+from gptrain.config.compose import plain, typed
+from gptrain.core.errors import ConfigError, ConfigIssue, first_line, show
 from gptrain.core.lengths import find_end
+from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.value_types import TargetConfig
@@ -42,6 +46,28 @@ STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
 def problem(run: RunConfig, key: str, message: str, hint: str = "") -> ConfigIssue:
     """Return the problem of a key, with its value in the config."""
     return ConfigIssue(key, show(run.value_of(key)), message, hint=hint)
+
+
+def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
+    """Check a composed config and return the typed config. Nothing is written.
+
+    Launcher and classes are checked only if `schema.runs_here` is true.
+
+    Raises:
+        ConfigError: With all problems of the first kind of check that finds one.
+    """
+    run = typed(values := plain(cfg), schema)
+    problems = [*check_rules(run)]
+    if schema.runs_here:
+        problems += check_launcher(run)
+        problems = problems or [*check_classes(run, values)]  # torch takes seconds
+    if problems:
+        raise ConfigError(problems)
+    if not schema.runs_here:
+        return run
+    cfg.run_dir = HydraConfig.get().runtime.output_dir  # each job of a sweep has its own
+    cfg.output_dir = str(expand_home(cfg.output_dir))
+    return typed(plain(cfg), schema)
 
 
 def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -160,21 +186,3 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
         except ValidationError as error:
             message = error.errors()[0]["msg"].replace("Input should be", "must be")
             yield ConfigIssue(f"{place}.{key}", show(given[key]), message)
-
-
-def check_devices(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a problem if this machine lacks the accelerator or its devices. Imports torch."""
-    from torch.cuda import device_count
-
-    from gptrain.runtime.devices import accelerator_of
-
-    devices, kind = run.trainer.devices, accelerator_of(run.trainer.accelerator)
-    if find_precision(run.trainer.precision).is_fp16 and kind == "cpu":
-        hint = "trainer.precision=bf16-mixed"  # Lightning would take it without an error
-        yield problem(run, "trainer.precision", "not supported on CPU", hint)
-    numbers = devices if isinstance(devices, list) else range(count_devices(devices) or 1)
-    n_visible = device_count()
-    is_own = this_process().is_rank and n_visible == 1  # the launcher shows one GPU to a rank
-    if kind == "cuda" and max(numbers) >= n_visible and not is_own:
-        message, hint = f"{n_visible} visible here", f"trainer.devices={n_visible}"
-        yield problem(run, "trainer.devices", message, hint)

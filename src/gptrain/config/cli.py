@@ -4,10 +4,12 @@ Nothing is written before the config was checked. See `main`.
 """
 
 import argparse
+import logging
 import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -17,11 +19,12 @@ from typing import Any, NoReturn
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints.timeline import begin_command
-from gptrain.config import checks
-from gptrain.config.compose import compose_words, open_hydra, plain, typed
+from gptrain.config.checks import check
+from gptrain.config.compose import compose_words, open_hydra
 from gptrain.config.from_run import expand
 from gptrain.config.sweep import find_finished, record_refusal, report_sweep
 from gptrain.core import errors, labels, locations, shell
@@ -34,7 +37,6 @@ from gptrain.runtime.process import CHECKED, adopt_launcher, this_process
 LINGER_S = 10.0
 # Levels of the log on the terminal. In a sweep it has only warnings and one line per job.
 LOG_LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
-NO_LOG = "++hydra.job_logging.root={level:ERROR,handlers:[]}"  # for ranks that only report errors
 # Function of the typed config that returns the value of `objective`, if the job has one.
 Job = Callable[[Any], "float | None"]
 
@@ -71,10 +73,8 @@ def run_command(
 ) -> int:
     """Run a command line and return its exit code. Errors are printed and not raised.
 
-    The job runs once, or once per job of a sweep: then the code is the first that is not 0. The
-    config is composed and checked before Hydra creates a folder. Without `schema.runs_here` the job
-    runs outside Hydra. Only rank 0 prints errors. With code 2 the other ranks wait LINGER_S seconds
-    before they return.
+    The job runs once, or once per job of a sweep: then the code is the first that is not 0. Only
+    rank 0 prints errors and warnings.
 
     Args:
         job: Function that gets the typed config. In a sweep it returns the value of `objective`,
@@ -90,57 +90,50 @@ def run_command(
     parser.add_argument("--help", "-h", action="store_true", help="show all choices")
     parser.add_argument("--multirun", "-m", action="store_true", help="run a sweep")
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="show the config")
-    codes: list[int] = []
     try:
         adopt_launcher()
-        this_process()  # raises an error if the variables of the launcher are damaged
+        if this_process().rank > 0:
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
         args, unknown = parser.parse_known_intermixed_args(argv)
         if unknown:
             raise ConfigError.of("", None, f"{unknown[0]}: no such flag", hint="--help")
         is_expanded = CHECKED in os.environ or not schema.expands_run
         words = args.overrides if is_expanded else expand(args.overrides)
         words = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *words]
+        if args.multirun:
+            return run_sweep(job, schema, words)
         if args.help or args.cfg:
-            with open_hydra(words) as hydra:
-                if args.cfg:
-                    hydra.show_cfg("train", words, args.cfg, package=None)
-                else:
-                    print(parser.format_help())
-                    choices = hydra.config_loader.get_group_options
-                    for group in sorted(hydra.config_loader.list_groups("")):
-                        print(f"{group:17}{' '.join(choices(group))}")
-        elif args.multirun:
-            run_sweep(job, schema, words, codes)
+            show(parser, words, args.cfg)
         else:
-            run_once(job, schema, words, codes)
+            run_once(job, schema, words)
+        return errors.DONE
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         # The words are read as text, because the config may be impossible to compose.
-        if isinstance(error, JobFailedError) and not codes:  # it was printed in another process
-            _print(first_line(error))
-        codes.append(report(error, shell.by_key(argv).get("debug", "").lower() == "true"))
-    code = next(filter(None, codes), errors.DONE)
-    if code == errors.BAD_CONFIG and _rank() > 0:
-        time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank exits with an error
-    return code
+        return report(error, shell.by_key(argv).get("debug", "").lower() == "true")
 
 
-def run_once(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
-    """Check a job and run it; under Hydra, if it has a folder, and `codes` gets its exit code."""
-    # The parent of a rank that this command has started has checked the config.
-    if CHECKED not in os.environ or schema is not RunConfig:
-        cfg = compose_words(words, schema)
-        HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
-        run = check(cfg, schema)
-        if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
-            job(run)
-            return
+def show(parser: argparse.ArgumentParser, words: list[str], part: str | None) -> None:
+    """Print a part of the composed config, or the help if it is None."""
     with open_hydra(words) as hydra:
-        words = [*words, NO_LOG] if _rank() > 0 else words
-        hydra.run("train", partial(run_job, job, schema, codes, False), words)
+        if part:
+            return hydra.show_cfg("train", words, part, package=None)
+        print(parser.format_help())
+        for group in sorted(hydra.config_loader.list_groups("")):
+            print(f"{group:17}{' '.join(hydra.config_loader.get_group_options(group))}")
 
 
-def run_sweep(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
-    """Run a sweep, and report its jobs. The arguments are those of `run_once`."""
+def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
+    """Compose and check the config of a job, and run the job."""
+    cfg = compose_words(words, schema)
+    run = check(cfg, schema)
+    if schema.runs_here and this_process().rank == 0:
+        configure_log(cfg.hydra.job_logging, cfg.hydra.verbose)
+    job(run)
+
+
+def run_sweep(job: Job, schema: type[RunConfig], words: list[str]) -> int:
+    """Run all jobs of a sweep, report them, and return the first exit code that is not 0."""
     if this_process().is_rank:
         raise ConfigError.of("-m", None, "not in the ranks of a launcher")
     with open_hydra(words) as hydra:
@@ -151,11 +144,17 @@ def run_sweep(job: Job, schema: type[RunConfig], words: list[str], codes: list[i
     keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
     words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
     words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
+    codes: list[int] = []
     try:
         with open_hydra(words) as hydra:
-            hydra.multirun("train", partial(run_job, job, schema, codes, True), words)
+            hydra.multirun("train", partial(run_job, job, schema, codes), words)
+    except JobFailedError as error:
+        if not codes:  # another process, that of submitit, has run the job
+            print(error, file=sys.stderr)
+        codes.append(error.code)
     finally:
         report_sweep(Path(cfg.hydra.sweep.dir))
+    return next(filter(None, codes), errors.DONE)
 
 
 def first_value(item: Override) -> str:
@@ -169,67 +168,34 @@ def first_value(item: Override) -> str:
     return f"{item.get_key_element()}={value}"
 
 
-def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
-    """Check a composed config and return the typed config. Nothing is written.
+def run_job(job: Job, schema: type[RunConfig], codes: list[int], cfg: DictConfig) -> float | None:
+    """Run one job of a sweep and return its objective, or None after an error that was printed.
 
-    The launcher is checked only for a training or an evaluation, classes and devices only if
-    `schema.runs_here` is true.
-
-    Raises:
-        ConfigError: With all problems of the first kind of check that finds one.
+    Its exit code is appended to `codes`. A job that has finished earlier is not run again. Sweepers
+    and launchers other than the basic ones get a JobFailedError after a failure.
     """
-    values = plain(cfg)
-    run = typed(values, schema)
-    problems = [*checks.check_rules(run)]
-    if schema is RunConfig:  # a command with a schema of its own makes no run
-        problems += checks.check_launcher(run)
-    if not problems and schema.runs_here:  # torch takes seconds
-        problems = [*checks.check_classes(run, values), *checks.check_devices(run)]
-    if problems:
-        raise ConfigError(problems)
-    return run
-
-
-def compose_command(words: list[str]) -> DictConfig:
-    """Compose the config of words, also with `from_run`, without checks, or raise a ConfigError."""
-    return compose_words(expand(words))
-
-
-def run_job(
-    job: Job, schema: type[RunConfig], codes: list[int], is_sweep: bool, cfg: DictConfig
-) -> float | None:
-    """Run one job and return its objective, or None after an error that was printed.
-
-    Its exit code is appended to `codes`. In a sweep a job that has finished earlier is not run
-    again. Sweepers and launchers other than the basic ones get a JobFailedError after a failure.
-    """
+    begin_command()
+    locations.enter()  # the job may run in a process on another machine
     node: Any = HydraConfig.get()
-    folder = Path(node.runtime.output_dir)
+    folder, typed = Path(node.runtime.output_dir), node.overrides.task
+    print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
     try:
-        cfg.run_dir = str(folder)  # in a sweep each job has a folder of its own
-        if is_sweep:
-            begin_command()
-            locations.enter()  # the job may run in a process on another machine
-            print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
-            if finished := find_finished(folder, node.overrides.task):
-                codes.append(errors.DONE)
-                return finished.metrics.get(cfg.objective)
-            check(cfg, schema)
-        cfg.output_dir = str(locations.expand_home(cfg.output_dir))
-        value = job(typed(plain(cfg), schema))
+        if finished := find_finished(folder, typed):
+            value = finished.metrics.get(cfg.objective)
+        else:
+            value = job(check(cfg, schema))
         codes.append(errors.DONE)
         return value
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         codes.append(report(error, bool(cfg.debug)))
-        if isinstance(error, ConfigError) and _rank() == 0:
+        if isinstance(error, ConfigError):
             with suppress(OSError):  # the folder is not empty: keep it
                 folder.rmdir()  # Hydra created the folder for this job
-                if is_sweep:
-                    record_refusal(folder, node.overrides.task, codes[-1], first_line(error))
-        if is_sweep and codes[-1] in errors.ENDS_SWEEP:
-            raise SystemExit from error  # after an Exception, Hydra would run the next job
+                record_refusal(folder, typed, codes[-1], first_line(error))
+        if codes[-1] in errors.ENDS_SWEEP:  # after an Exception, Hydra would run the next job
+            raise SystemExit(next(filter(None, codes))) from error
         kinds = [part["_target_"].rpartition(".")[2] for part in (node.sweeper, node.launcher)]
-        if is_sweep and kinds != ["BasicSweeper", "BasicLauncher"]:
+        if kinds != ["BasicSweeper", "BasicLauncher"]:
             raise JobFailedError(codes[-1], first_line(error)) from error
         return None
 
@@ -237,27 +203,20 @@ def run_job(
 def report(error: BaseException, debug: bool) -> int:
     """Print an exception, also to `gptrain.fit`, and return the exit code of the command."""
     if isinstance(error, JobFailedError):
-        return error.code
+        return error.code  # its message was printed
     if debug:
         traceback.print_exception(error)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else errors.DONE
     ending = ending_of(error)
-    hint = "; try: debug=true" if ending.trace and not debug else ""
-    _print(ending.line + hint)
     locations.report_to_fit(lines=ending.line.splitlines())
+    with suppress(ConfigError):  # damaged variables of the launcher are told by every rank
+        if this_process().rank > 0:
+            if ending.code == errors.BAD_CONFIG:
+                time.sleep(
+                    LINGER_S
+                )  # a launcher kills rank 0 when another rank exits with an error
+            return ending.code
+    hint = "; try: debug=true" if ending.trace and not debug else ""
+    print(ending.line + hint, file=sys.stderr, flush=True)
     return ending.code
-
-
-def _print(text: str) -> None:
-    """Print a text on stderr, on rank 0 only."""
-    if _rank() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
-def _rank() -> int:
-    """Return the rank of this process, or 0 if the variables of the launcher are damaged."""
-    try:
-        return this_process().rank
-    except ConfigError:
-        return 0

@@ -1,6 +1,7 @@
 """Composes a config with Hydra, on the conf/ of the project and of the library, and types it."""
 
 import copy
+import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -78,7 +80,8 @@ def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
 
 
 RESOLVERS = (
-    locations.default_output_dir, locations.expand_home, job_folder, plus, default_seq_len, of_parts
+    locations.default_output_dir, locations.expand_home, os.path.abspath, job_folder, plus,
+    default_seq_len, of_parts,
 )  # fmt: skip
 
 
@@ -122,6 +125,7 @@ def compose_words(words: Sequence[str], schema: type[RunConfig] = RunConfig) -> 
                     raise
                 accepted = left
     if not problems:
+        HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
         return cfg
     known = flatten(OmegaConf.to_container(cfg, resolve=False))
     for problem in problems:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gptrain.core.errors import ConfigError
+from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import count_cores, count_devices, count_nodes, this_process
 
@@ -51,16 +52,23 @@ class RunDevices:
 def find_devices(cfg: RunConfig) -> RunDevices:
     """Return the devices of a run, resolved from the trainer group as Lightning does.
 
-    "auto" devices are those of the launcher, else all CUDA GPUs, else one device. Raises as
-    `process.this_process` and `accelerator_of`.
+    "auto" devices are those of the launcher, else all CUDA GPUs, else one device. Raises a
+    ConfigError if this machine lacks the accelerator or a device, or for fp16 on a CPU.
     """
-    accelerator = accelerator_of(cfg.trainer.accelerator)
-    devices, process = cfg.trainer.devices, this_process()
+    accelerator, process = accelerator_of(cfg.trainer.accelerator), this_process()
+    devices, precision = cfg.trainer.devices, cfg.trainer.precision
+    if accelerator == "cpu" and find_precision(precision).is_fp16:
+        hint = "trainer.precision=bf16-mixed"  # Lightning would take it without an error
+        raise ConfigError.of("trainer.precision", precision, "not supported on CPU", hint=hint)
+    n_visible = torch.cuda.device_count() if accelerator == "cuda" else 1
     n_local = count_devices(devices)
     if n_local is None:  # those of the launcher, or else all GPUs
-        n_visible = torch.cuda.device_count() if accelerator == "cuda" else 1
         n_local = process.world_size // process.n_nodes if process.is_rank else n_visible
     numbers = tuple(devices) if isinstance(devices, list) else ()
+    is_own = process.is_rank and n_visible == 1  # the launcher shows one GPU to a rank
+    if accelerator == "cuda" and max(numbers or [n_local - 1]) >= n_visible and not is_own:
+        message, hint = f"{n_visible} visible here", f"trainer.devices={n_visible}"
+        raise ConfigError.of("trainer.devices", devices, message, hint=hint)
     return RunDevices(accelerator, n_local, count_nodes(cfg.trainer.num_nodes), numbers)
 
 

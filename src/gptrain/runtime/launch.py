@@ -89,9 +89,9 @@ def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[st
     elastic.propagate = False  # a failed rank has printed its own error
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SAVING_S)
     script = min(os.path.relpath(script), script, key=len)  # it is part of printed commands
-    words, job = typed_words(KEPT_WORDS, run_dir=cfg.run_dir), cast(Any, HydraConfig.get().job)
-    if not OmegaConf.is_missing(job, "num"):  # a job of a sweep
-        words.append(f"hydra.job.num={job.num}")
+    hydra = cast(Any, HydraConfig.get())
+    number = OmegaConf.select(hydra, "job.num", default=0)  # of a job of a sweep
+    words = [*typed_words(KEPT_WORDS, run_dir=cfg.run_dir), f"hydra.job.num={number}"]
     for n_restarts in range(cfg.launcher.max_restarts + 1):
         os.environ[CHECKED] = str(n_restarts)
         code = start_ranks([script, *words], cfg, n_ranks, stop)
@@ -143,26 +143,25 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
                 elastic_launch(config, sys.executable)("-u", *command)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        failed = failure.exitcode
+        failed = errors.PREEMPTED if stop else failure.exitcode
     except SignalException as error:
         failed = errors.PREEMPTED if stop else 128 + error.sigval
     finally:
         stop.error = None
         del served, os.environ[CHECKED]
     status = read_status(cfg.run_dir)
-    is_killed = failed < 0 and not stop
-    if is_killed:
+    if failed < 0:
         reason = f"killed by signal {-failed}"
         reason += ", possibly because memory ran out" if -failed == signal.SIGKILL else ""
         line = f"error: rank {rank} (process {failure.pid}) was {reason}"
         ending = Ending(errors.FAILED, "killed", line)
     elif status and status != before and (status["exit_code"] or stop or not failed):
         return status["exit_code"]
-    elif failed == errors.PREEMPTED or stop:
+    elif failed == errors.PREEMPTED:
         ending = ending_of(PreemptedError())
     elif failed in (1, errors.FAILED):  # 1 is Python's code of an exception, which it has printed
         ending = Ending(errors.FAILED, "error", f"error: rank {rank} ended with exit code {failed}")
     else:
         return failed  # the rank has refused the config or the folder
-    report_ending(cfg, ending, rank, replace=is_killed)
+    report_ending(cfg, ending, rank, replace=failed < 0)
     return ending.code

@@ -4,7 +4,6 @@ import logging.handlers
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -49,21 +48,13 @@ def run_rank(
     error of `train` ends a rank of a launcher with its exit code, else it is a JobFailedError.
     """
     process = this_process()
-    if process.rank > 0:  # rank 0 warns for all
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
     wait_s = LOST_HOST_S if is_restart() else NAMED_AFTER_S
     # The kernel frees the lock when this process ends, however it ends.
     with RunLock(cfg.run_dir, wait_s) if process.rank == 0 else nullcontext() as lock:
         if lock is not None:
             cfg = prepare_start(cfg, find_checkpoint, lock)
-        guard = Guard(
-            cfg.run_dir,
-            stop,
-            rank=process.rank,
-            timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
-            describe=partial(resume_facts, cfg),
-        )
+        timeout_s = cfg.launcher.timeout_s or cfg.strategy.timeout_s
+        guard = Guard(stop, process.rank, timeout_s, partial(report_ending, cfg))
         try:
             with guard:
                 guard.leave_if_asked()
@@ -153,20 +144,12 @@ def report_ending(
 
     `replace`, and a failure after a run that is done, replace an earlier report.
     """
-    facts: dict[str, object] = {}
+    facts: dict[str, object] = {"cause": ending.cause, "exit_code": ending.code, "step": step}
+    facts |= {"message": ending.line, "traceback": ending.trace or None}
+    facts["rank"] = rank if ending.rank is None else ending.rank
     try:
-        facts = resume_facts(cfg)
-        is_first = write_status(
-            cfg.run_dir,
-            cause=ending.cause,
-            exit_code=ending.code,
-            rank=rank if ending.rank is None else ending.rank,
-            step=step,
-            message=ending.line,
-            traceback=ending.trace or None,
-            replace=replace,
-            **facts,
-        )
+        facts |= resume_facts(cfg)
+        is_first = write_status(cfg.run_dir, replace=replace, **facts)
     except OSError as error:  # the disk that failed the run may refuse status.json, too
         print(f"warning: status.json cannot be written: {error}", file=sys.stderr)
         is_first = replace or rank == 0

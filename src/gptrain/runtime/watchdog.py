@@ -12,13 +12,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from gptrain.checkpoints.status import PreemptedError, write_status
-from gptrain.core.errors import FAILED, HUNG
+from gptrain.checkpoints.status import PreemptedError
+from gptrain.core.errors import FAILED, HUNG, Ending
 from gptrain.runtime.signals import StopFlag
 
 POLL_S = 0.5  # interval at which the thread looks at the heartbeats
@@ -28,29 +26,27 @@ POLL_S = 0.5  # interval at which the thread looks at the heartbeats
 class Guard:
     """Watchdog of one rank: a context manager around the training function.
 
-    After too long a time without `beat` it writes status.json and ends the process with exit code
-    76. Time in which the process was stopped (Ctrl-Z, a suspended laptop) does not count.
+    After too long a time without `beat` it reports the hang and ends the process with exit code 76.
+    Time in which the process was stopped (Ctrl-Z, a suspended laptop) does not count.
 
     Attributes:
-        run_dir: Folder of the run, in which status.json is written.
         stop: Flag that is true once the run was asked to stop. Its signal handlers are installed
             by the caller.
         rank: Global rank of this process.
         timeout_s: Longest time until the next heartbeat of the main thread, in seconds, unless a
             heartbeat allows more.
-        describe: Function that returns more facts for the status of a hang: the checkpoint and the
-            command that resumes from it.
+        report: Function (ending, rank, step) that prints why the process ends and writes it to
+            status.json.
         step: Optimizer step of the last heartbeat.
         phase: Phase of the run that the last heartbeat has named, for example "train" or "save".
         allow_s: Time that the last heartbeat allows until the next one, if it is longer than the
             timeout. In seconds.
     """
 
-    run_dir: str | Path
     stop: StopFlag
     rank: int
     timeout_s: float
-    describe: Callable[[], dict] = dict
+    report: Callable[[Ending, int, int], object]
     step: int = 0
     phase: str = "start"
     allow_s: float = 0.0
@@ -111,20 +107,17 @@ class Guard:
             # A scheduler's signal may end the agent, too, while this rank saves. After a first
             # Ctrl-C, which the agent has sent on, the second one has ended it.
             if is_orphan and self.stop.signal in (None, "SIGINT"):
-                self._leave("the process that has started this rank has ended", FAILED)
+                message = "error: the process that has started this rank has ended"
+                self._leave(Ending(FAILED, "error", message))
             self._silent_s += POLL_S
             limit_s = max(self.timeout_s, self.allow_s)
             if self._silent_s > limit_s:
                 where = f"rank {self.rank} at step {self.step} in phase {self.phase}"
-                message = f"no progress for {limit_s:.0f} s: {where}"
-                facts: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "message": message}
-                facts |= {"rank": self.rank, "step": self.step}
-                with suppress(OSError):  # a full disk must not keep a hung rank alive
-                    write_status(self.run_dir, **facts, **self.describe())
-                self._leave(message, HUNG)
+                message = f"error: no progress for {limit_s:.0f} s: {where}"
+                self._leave(Ending(HUNG, "hang", message))
 
-    def _leave(self, message: str, code: int) -> None:
-        """Print a message and the stacks of all threads, and end this process."""
-        os.write(2, f"error: {message}\n".encode())
+    def _leave(self, ending: Ending) -> None:
+        """Print the stacks of all threads, report an ending, and end this process."""
         faulthandler.dump_traceback(file=2)
-        os._exit(code)
+        self.report(ending, self.rank, self.step)
+        os._exit(ending.code)

@@ -90,7 +90,7 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
     rank = int(os.environ.get("RANK", 0))
     cfg = compose_run(*spec["overrides"])
     with nullcontext() if rank else RunLock(spec["run_dir"]):  # for its checkpoints, if any
-        run = build(cfg, unwatched(cfg, rank))
+        run = build(cfg, unwatched(rank))
         run.trainer.callbacks.append(TakeTurns())
         run.trainer.fit(run.module, datamodule=run.datamodule)
 
