@@ -36,7 +36,6 @@ _N_TIMED = 5  # timed calls, after one that is not
 class _CollectivesRun(RunConfig):
     """Keys of the command: those of a run, and `max_bytes`, the size of the compared buffer."""
 
-    runs_here = False
     max_bytes: Annotated[int, between(2**16)]
 
 

@@ -51,20 +51,18 @@ def problem(run: RunConfig, key: str, message: str, hint: str = "") -> ConfigIss
 def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """Check a composed config and return the typed config. Nothing is written.
 
-    Launcher and classes are checked only if `schema.runs_here` is true.
+    Launcher and classes are checked only for a training or an evaluation.
 
     Raises:
         ConfigError: With all problems of the first kind of check that finds one.
     """
     run = typed(values := plain(cfg), schema)
     problems = [*check_rules(run)]
-    if schema.runs_here:
+    if schema is RunConfig:  # a command with keys of its own makes no run
         problems += check_launcher(run)
         problems = problems or [*check_classes(run, values)]  # torch takes seconds
     if problems:
         raise ConfigError(problems)
-    if not schema.runs_here:
-        return run
     cfg.run_dir = HydraConfig.get().runtime.output_dir  # each job of a sweep has its own
     cfg.output_dir = str(expand_home(cfg.output_dir))
     return typed(plain(cfg), schema)

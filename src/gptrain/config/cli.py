@@ -127,7 +127,7 @@ def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
     """Compose and check the config of a job, and run the job."""
     cfg = compose_words(words, schema)
     run = check(cfg, schema)
-    if schema.runs_here and this_process().rank == 0:
+    if schema is RunConfig and this_process().rank == 0:
         configure_log(cfg.hydra.job_logging, cfg.hydra.verbose)
     job(run)
 

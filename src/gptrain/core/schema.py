@@ -404,13 +404,10 @@ class RunConfig(Section):
     `changed` makes a copy.
 
     Attributes:
-        runs_here: False for a command that plans for another machine, or only prints. The checks
-            then skip classes and devices, and no run folder is created.
         expands_run: False for a command that reads the folder of `from_run` by itself. Otherwise
             the overrides of that run are put in front of those on the command line.
     """
 
-    runs_here: ClassVar[bool] = True
     expands_run: ClassVar[bool] = True
 
     name: types.LocalPath

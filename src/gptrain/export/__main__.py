@@ -74,6 +74,7 @@ def export(cfg: ExportRun) -> None:
         path = find_trained(cfg)
         load_weights(net, path)
         tokenizer = find_tokenizer(expand_home(cfg.from_run))
+    folder.mkdir(parents=True, exist_ok=True)
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     write_companions(tokenizer, expand_home(cfg.from_run), folder, cfg.format)
     if cfg.format == "safetensors" or not hasattr(net, "to_peft"):  # holds what `model` describes

@@ -44,7 +44,6 @@ class GenerateRun(RunConfig):
     Most keys of a run have no effect on the command: the net is used as it was trained.
     """
 
-    runs_here: ClassVar[bool] = False
     expands_run: ClassVar[bool] = False
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required

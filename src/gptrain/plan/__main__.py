@@ -58,7 +58,6 @@ class _Hardware(Section):
 class PlanRun(RunConfig):
     """Keys of the command `gptrain.plan`: those of a run, `hardware`, and the file `topology`."""
 
-    runs_here = False
     hardware: _Hardware
     topology: str | None
 
