@@ -1,9 +1,10 @@
-"""Runs the command line of every command: parses, composes, checks, and starts the job.
+"""Runs the command line of every command: parses, composes, checks, and starts the job or a sweep.
 
 Nothing is written before the config was checked. See `main`.
 """
 
 import argparse
+import csv
 import logging
 import os
 import sys
@@ -16,20 +17,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain.checkpoints.status import write_status
 from gptrain.checkpoints.timeline import begin_command
 from gptrain.config.checks import check
 from gptrain.config.compose import compose_words, open_hydra
-from gptrain.config.from_run import expand
-from gptrain.config.sweep import find_finished, record_refusal, report_sweep
+from gptrain.config.from_run import expand, is_left_out
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import ConfigError, JobFailedError, ending_of, first_line
 from gptrain.core.schema import RunConfig
+from gptrain.runs import table as runs
 from gptrain.runtime.process import CHECKED, adopt_launcher, this_process
 
 # Seconds that a rank other than 0 waits before it exits with an error of the config. All ranks of a
@@ -132,6 +135,29 @@ def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
     job(run)
 
 
+def report(error: BaseException, debug: bool) -> int:
+    """Print an exception, also to `gptrain.fit`, and return the exit code of the command."""
+    if isinstance(error, JobFailedError):
+        return error.code  # its message was printed
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else errors.DONE
+    ending = ending_of(error)
+    locations.report_to_fit(lines=ending.line.splitlines())
+    with suppress(ConfigError):  # damaged variables of the launcher are told by every rank
+        if this_process().rank > 0:
+            if ending.code == errors.BAD_CONFIG:
+                time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank has failed
+            return ending.code
+    hint = "; try: debug=true" if ending.trace and not debug else ""
+    print(ending.line + hint, file=sys.stderr, flush=True)
+    return ending.code
+
+
+# Sweeps
+
+
 def run_sweep(job: Job, schema: type[RunConfig], words: list[str]) -> int:
     """Run all jobs of a sweep, report them, and return the first exit code that is not 0."""
     if this_process().is_rank:
@@ -188,10 +214,8 @@ def run_job(job: Job, schema: type[RunConfig], codes: list[int], cfg: DictConfig
         return value
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         codes.append(report(error, bool(cfg.debug)))
-        if isinstance(error, ConfigError):
-            with suppress(OSError):  # the folder is not empty: keep it
-                folder.rmdir()  # Hydra created the folder for this job
-                record_refusal(folder, typed, codes[-1], first_line(error))
+        if isinstance(error, ConfigError) and not any(folder.iterdir()):
+            record_refusal(folder, typed, codes[-1], first_line(error))
         if codes[-1] in errors.ENDS_SWEEP:  # after an Exception, Hydra would run the next job
             raise SystemExit(next(filter(None, codes))) from error
         kinds = [part["_target_"].rpartition(".")[2] for part in (node.sweeper, node.launcher)]
@@ -200,23 +224,37 @@ def run_job(job: Job, schema: type[RunConfig], codes: list[int], cfg: DictConfig
         return None
 
 
-def report(error: BaseException, debug: bool) -> int:
-    """Print an exception, also to `gptrain.fit`, and return the exit code of the command."""
-    if isinstance(error, JobFailedError):
-        return error.code  # its message was printed
-    if debug:
-        traceback.print_exception(error)
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else errors.DONE
-    ending = ending_of(error)
-    locations.report_to_fit(lines=ending.line.splitlines())
-    with suppress(ConfigError):  # damaged variables of the launcher are told by every rank
-        if this_process().rank > 0:
-            if ending.code == errors.BAD_CONFIG:
-                time.sleep(
-                    LINGER_S
-                )  # a launcher kills rank 0 when another rank exits with an error
-            return ending.code
-    hint = "; try: debug=true" if ending.trace and not debug else ""
-    print(ending.line + hint, file=sys.stderr, flush=True)
-    return ending.code
+def find_finished(folder: Path, words: list[str]) -> runs.RunRecord | None:
+    """Return and announce the finished run in the folder of a job, or None if the job has to run.
+
+    The overrides of the run are `words`, the job's, except those that `from_run` leaves out.
+    """
+    try:
+        run = runs.read_run(folder)
+    except runs.MALFORMED_FILE_ERRORS:
+        return None  # no run, or damaged files, which the job reports
+    before, now = ({w for w in each if not is_left_out(w)} for each in (run.overrides, words))
+    if not run.is_done or before != now:
+        return None
+    print(labels.line("done", f"{folder.name}: finished earlier, its result is reused"), flush=True)
+    return run
+
+
+def record_refusal(folder: Path, words: list[str], code: int, message: str) -> None:
+    """Record a job whose config was refused, and its overrides `words`, for the sweep's table."""
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*words]))
+    write_status(folder, cause="refused", exit_code=code, message=message)
+
+
+def report_sweep(folder: Path) -> None:
+    """Print the table of all jobs, if there are any, and write it to results.csv."""
+    if records := runs.read_runs([folder]):
+        metric, records = runs.rank_runs(records)
+        print(f"\n{runs.text_table(records, metric)}")
+        names = sorted({name for record in records for name in record.metrics})
+        with open(folder / "results.csv", "w", newline="") as file:
+            csv.writer(file).writerows(runs.table(records, names))
+        print(labels.line("results", folder / "results.csv"), flush=True)
+        best = shell.train_command(shell.override("from_run", records[0].path), "task=test")
+        print(labels.line("next", f"test the best job: {best}"), flush=True)

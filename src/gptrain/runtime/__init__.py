@@ -1,1 +1,1 @@
-"""Start, watch and end the processes of a job. `rank.run` runs a job, see the README."""
+"""Start, watch and end the processes of a job. `launch.run` runs a job, see the README."""
