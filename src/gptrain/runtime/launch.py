@@ -307,8 +307,8 @@ def report_ending(
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
     """Return the entries of status.json that say how to resume the run, or to repeat it.
 
-    They are `checkpoint`, the folder of the newest one or None, which is not verified, and the
-    command `resume`. In that `from_run` is left out, because by now its overrides are among those of this run.
+    `checkpoint` is the folder of the newest one, which is not verified, or None. The command
+    `resume` has no `from_run`, because by now its overrides are among those of this run.
     """
     checkpoint = CheckpointStore(Path(cfg.run_dir) / status.CHECKPOINTS_NAME).newest()
     ckpt_path = "last" if cfg.task == "fit" and checkpoint else cfg.ckpt_path
