@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stderr
 
-from gptrain.config import compose_command
+from omegaconf import DictConfig
+
 from gptrain.config.checks import check_rules
 from gptrain.config.cli import run_command
-from gptrain.config.compose import plain, typed
+from gptrain.config.compose import compose_words, plain, typed
+from gptrain.config.from_run import expand
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Guard
@@ -38,6 +40,11 @@ def refused(*words: str, code: int = 2) -> list[str]:
     for line in lines:
         assert line.startswith("error: ") and line.isprintable(), line
     return lines
+
+
+def compose_command(words: list[str]) -> DictConfig:
+    """Compose the config of words, also with `from_run`, without checks, or raise a ConfigError."""
+    return compose_words(expand(words))
 
 
 def compose_run(*words: str) -> RunConfig:

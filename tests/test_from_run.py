@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 import gptrain
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.signature import sign_record
-from gptrain.config import compose_command
 from gptrain.config.from_run import expand
 from gptrain.core.errors import ConfigError
 from gptrain.core.labels import line
+from tests.command_line import compose_command
 from tests.run import same
 
 

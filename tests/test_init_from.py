@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptrain.assemble.load import load_weights
-from gptrain.config import compose_command
+from tests.command_line import compose_command
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
 

@@ -11,9 +11,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from gptrain.config import compose_command
 from gptrain.config.cli import run_command
 from gptrain.core import locations, shell
+from tests.command_line import compose_command
 from tests.conftest import ROOT
 from tests.run import train as run_train
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gptrain.config import compose_command
 from gptrain.models import SimpleGPT
+from tests.command_line import compose_command
 from tests.conftest import ROOT, TINY
 from tests.run import Run
 from tests.run import train as run_train

@@ -1,10 +1,9 @@
 """Composes and checks the config of every command, and reports wrong input in one line each.
 
-`main` runs a command, and `compose_command` composes a config.
+`main` runs a command.
 """
 
 from gptrain.config.cli import main
-from gptrain.config.from_run import compose_command
 from gptrain.core.errors import ConfigError, ConfigIssue
 
-__all__ = ["ConfigError", "ConfigIssue", "compose_command", "main"]
+__all__ = ["ConfigError", "ConfigIssue", "main"]

@@ -132,6 +132,7 @@ def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
     run = check(cfg, schema)
     if schema is RunConfig and this_process().rank == 0:
         configure_log(cfg.hydra.job_logging, cfg.hydra.verbose)
+    os.environ.update(cfg.hydra.job.env_set)
     job(run)
 
 

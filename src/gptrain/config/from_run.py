@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
 
 from gptrain.checkpoints.signature import read_signed_record
-from gptrain.config.compose import compose_words, key_of
+from gptrain.config.compose import key_of
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, first_line
 from gptrain.core.locations import expand_home
 
@@ -21,11 +20,6 @@ NOT_TAKEN = {
     "run_dir", "output_dir", "logger", "profiler", "hydra", "ckpt_path", "allow_changes",
     "from_run", "trust",
 }  # fmt: skip
-
-
-def compose_command(words: list[str]) -> DictConfig:
-    """Compose the config of words, also with `from_run`, without checks, or raise a ConfigError."""
-    return compose_words(expand(words))
 
 
 def expand(typed: list[str]) -> list[str]:
