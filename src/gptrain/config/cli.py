@@ -130,6 +130,9 @@ def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
     """Compose and check the config of a job, and run the job."""
     cfg = compose_words(words, schema)
     run = check(cfg, schema)
+    for key in ("callbacks", "job.chdir"):  # Hydra composes this job and does not run it
+        if OmegaConf.select(cfg.hydra, key):
+            raise ConfigError.of(f"hydra.{key}", None, "has an effect in a sweep (-m) only")
     if schema is RunConfig and this_process().rank == 0:
         configure_log(cfg.hydra.job_logging, cfg.hydra.verbose)
     os.environ.update(cfg.hydra.job.env_set)
