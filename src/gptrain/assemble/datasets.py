@@ -16,7 +16,7 @@ from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import DataModuleConfig, RunConfig
 from gptrain.data import BatchReader, as_pairs
 from gptrain.data.samples import has_documents, len_of
-from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
+from gptrain.data.stream import UNKNOWN_LENGTH, StreamDataset, as_indexed
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
@@ -66,7 +66,7 @@ def _build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dat
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
         message = f"made a {type(dataset).__name__} without __len__ and __getitem__(index)"
         raise ConfigError.of(f"{key}._target_", section.target, message)
-    if find_stream(dataset) and (value := cfg.trainer.overfit_batches):
+    if isinstance(dataset, StreamDataset) and (value := cfg.trainer.overfit_batches):
         overfit, message = "trainer.overfit_batches", "a stream has no index, and is read once"
         raise ConfigError.of(overfit, value, message, hint=f"{overfit}=0")
     module_type: Any = get_method(cfg.module.target)
@@ -143,7 +143,7 @@ def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
 
 def _check_pair(key: str, dataset: Dataset) -> None:
     """Raise a ConfigError unless the first sample is a pair that LanguageModel can train on."""
-    batch = BatchReader(dataset, key).__getitems__([0])
+    batch = BatchReader([dataset[0]], key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
     tensors = [item for item in batch[:2] if isinstance(item, Tensor)] if is_pair else []
     forms = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors]

@@ -8,6 +8,7 @@ import random
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -43,16 +44,23 @@ class BatchDataset(Dataset):
         return tuple(item[0] for item in self.__getitems__([index]))
 
 
-class WrappedDataset(Dataset):
-    """Dataset with the attributes of another one, and its samples or those of the list `samples`.
+class Samples(Dataset):
+    """Samples of a user's dataset by index. Other attributes are those of the dataset.
 
-    `name` is the config key of the dataset, for error messages.
+    Args:
+        dataset: The dataset, or a stream.
+        name: Config key of the dataset, for error messages.
+        samples: The samples that were read from a stream. None: the dataset has an index.
+
+    Attributes:
+        are_dicts: Whether the samples are dicts of Hugging Face, which are returned as pairs.
     """
 
     def __init__(self, dataset: Any, name: str, samples: Any = None):
         self.dataset = dataset
         self.name = name
         self.samples = dataset if samples is None else samples
+        self.are_dicts = False
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute == "dataset":  # not yet set, for example while the object is unpickled
@@ -63,15 +71,26 @@ class WrappedDataset(Dataset):
         return len_of(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
+        return self.in_form(self.samples[index], index)
 
-    def read(self, indices: Sequence[int]) -> Any:
-        """Return several of the samples: a list, or a batch that the dataset stacks itself."""
-        read = getattr(self.samples, "__getitems__", None)
-        return read(indices) if read else [self.samples[index] for index in indices]
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Return several samples: a list, or a batch that the dataset stacks itself."""
+        samples = read_samples(self.samples, indices)
+        return list(map(self.in_form, samples, indices)) if self.are_dicts else samples
+
+    def in_form(self, sample: Any, index: int) -> Any:
+        """Return a sample as a pair (tokens, targets) if it is a dict of Hugging Face."""
+        return pair_of(sample, f"{self.name}: sample {index}") if self.are_dicts else sample
 
 
-class BatchReader(WrappedDataset):
+def read_samples(dataset: Any, indices: Sequence[int]) -> Any:
+    """Return samples of a dataset: a list, or a batch that the dataset stacks itself."""
+    read = getattr(dataset, "__getitems__", None)
+    return read(indices) if read else [dataset[index] for index in indices]
+
+
+@dataclass(eq=False)
+class BatchReader(Dataset):
     """Dataset for a DataLoader that reads whole batches and checks them.
 
     Args:
@@ -81,21 +100,14 @@ class BatchReader(WrappedDataset):
         vocab_size: Number of token ids V. With `n_positions`, tokens must be from 0 to V - 1, and
             targets as well, or -100. None: not checked.
         seed: Seed of the random numbers that the dataset draws in a data worker, which depend on it
-            and on the place of the batch in the run only. None changes no random generator.
+            and on the place of the batch in the run only.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        name: str = "data",
-        n_positions: int | None = None,
-        vocab_size: int | None = None,
-        seed: int | None = None,
-    ):
-        super().__init__(dataset, name)
-        self.n_positions = n_positions
-        self.vocab_size = vocab_size
-        self.seed = seed
+    dataset: Any
+    name: str = "data"
+    n_positions: int | None = None
+    vocab_size: int | None = None
+    seed: int = 0
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return the samples of a batch as a tuple or a dict of stacked tensors.
@@ -108,9 +120,9 @@ class BatchReader(WrappedDataset):
                 raise DataError(f"{self.name}: fewer samples than ranks that read them")
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
             return tokens, torch.full_like(targets, IGNORED), *documents
-        if self.seed is not None and get_worker_info() is not None:
+        if get_worker_info() is not None:
             seed_all(f"{self.seed} {getattr(indices, 'place', indices)}")
-        samples = self.read(indices)
+        samples = read_samples(self.dataset, indices)
         try:
             batch = collate(samples)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
@@ -122,9 +134,8 @@ class BatchReader(WrappedDataset):
             message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
             raise self._error(indices, message)
         if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
-            ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
-            wanted = np.where(wanted == IGNORED, 0, wanted)
-            for number in max(ids.max(), wanted.max()), min(ids.min(), wanted.min()):
+            numbers = torch.cat((tokens.flatten(), targets[targets != IGNORED]))
+            for number in int(numbers.max()), int(numbers.min()):
                 if not 0 <= number < self.vocab_size:
                     allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
                     raise self._error(indices, f"token {number}, {allowed}")
@@ -144,18 +155,6 @@ def collate(batch: Any) -> Any:
     return tuple(batch) if isinstance(batch, list) else batch
 
 
-class HuggingFacePairs(WrappedDataset):
-    """Dataset of pairs (tokens (T,), targets (T,)) that reads dicts of Hugging Face (`pair_of`)."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return pair_of(self.dataset[index], f"{self.name}: sample {index}")
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs of several samples as a list."""
-        samples = zip(indices, self.read(indices), strict=True)
-        return [pair_of(sample, f"{self.name}: sample {index}") for index, sample in samples]
-
-
 def as_pairs(dataset: Dataset, name: str) -> Dataset:
     """Return a dataset as a dataset of pairs if its samples are dicts of `input_ids` and `labels`.
 
@@ -167,7 +166,9 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
         return dataset
     if unused := sorted(map(str, sample.keys() - REQUIRED_KEYS - {"attention_mask"})):
         warnings.warn(f"{name}: not used: {', '.join(unused)}", stacklevel=2)
-    return HuggingFacePairs(dataset, name)
+    pairs = dataset if isinstance(dataset, Samples) else Samples(dataset, name)
+    pairs.are_dicts = True
+    return pairs
 
 
 def pair_of(sample: Mapping[str, Any], place: str = "sample") -> tuple[Tensor, Tensor]:
@@ -230,9 +231,3 @@ def find_targets(batch: Any) -> Tensor | None:
         is_pair = type(batch) is tuple and (len(batch) == 2 or has_documents(batch))
         targets = batch[1] if is_pair else None
     return targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
-
-
-def count_batch_targets(batch: Any) -> int | None:
-    """Return the number of targets of a batch that are not -100, or None if they are unknown."""
-    targets = find_targets(batch)
-    return None if targets is None else int((targets != IGNORED).sum())

@@ -4,9 +4,9 @@ import atexit
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
-from gptrain.data.samples import count_batch_targets, len_of
-from gptrain.data.stream import StreamDataset, StreamPositions, StreamReader, find_stream
+from gptrain.data.samples import find_targets, len_of
+from gptrain.data.stream import StreamDataset
+from gptrain.loss import IGNORED
 from gptrain.parallel.mesh import gather
 from gptrain.runtime.signals import SIGNALS, ignore_in_worker, kill_workers
 
@@ -51,6 +52,8 @@ class TextDataModule(pl.LightningDataModule):
             fraction. None or no entry is the full set.
         batch_size: Samples of a batch of one rank. Lightning's BatchSizeFinder looks for this name,
             before gptrain refuses it.
+        positions: Pairs of an optimizer step and the position of this rank's part of a training
+            stream after it, of the last steps that were loaded.
 
     Raises:
         DataError: If one step needs more samples than `train` has.
@@ -86,10 +89,10 @@ class TextDataModule(pl.LightningDataModule):
             epoch_steps=self.lengths.epoch_steps,
             position=lambda: self._step * self._accumulate,
         )
-        self._stream = find_stream(train)
-        self.positions = StreamPositions(self._accumulate)
-        self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
-        self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
+        self._stream = train if isinstance(train, StreamDataset) else None
+        # A run may find one step later that a step was not finite, when the next one was loaded.
+        self.positions: deque[tuple[int, Any]] = deque([(0, None)], maxlen=3)
+        self._loaded_tokens = 0  # tokens by the step that was loaded, maybe of another size
 
     @property
     def _step(self) -> int:
@@ -99,7 +102,8 @@ class TextDataModule(pl.LightningDataModule):
     @property
     def tokens(self) -> int:
         """Number of positions that the run has trained on, over all ranks and all resumes."""
-        return self._loaded_tokens + (self._step - self._loaded_step) * self.lengths.step_tokens
+        n_steps = self._step - self.batches.resumed[0]
+        return self._loaded_tokens + n_steps * self.lengths.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its training data, for a checkpoint.
@@ -108,9 +112,8 @@ class TextDataModule(pl.LightningDataModule):
         """
         state = {"step": self._step, "read": self.batches.n_read(self._step), "tokens": self.tokens}
         if self._stream is not None:
-            own = self.positions.after((self._step - self._loaded_step) * self._accumulate)
             # Neighbouring ranks that read the same samples have the same part.
-            positions = dict(gather((self.rank, own)))
+            positions = dict(gather((self.rank, dict(self.positions)[self._step])))
             state["stream"] = [positions[rank] for rank in range(self.world_size)]
         return state
 
@@ -124,15 +127,15 @@ class TextDataModule(pl.LightningDataModule):
         """
         if cast(pl.Trainer, self.trainer).state.fn != "fit":
             return
-        self._loaded_step = state_dict["step"]
+        self.batches.resumed = (state_dict["step"], state_dict["read"])
         self._loaded_tokens = state_dict["tokens"]
-        self.batches.resumed = (self._loaded_step, state_dict["read"])
-        if self._stream is not None and "stream" in state_dict:
-            positions = state_dict["stream"]
+        own = None
+        if self._stream is not None and (positions := state_dict.get("stream")):
             if len(positions) != self.world_size:
                 message = f"the stream was divided over {len(positions)} ranks that read other data"
                 raise ConfigError.of("trainer.devices", None, f"{message}, not {self.world_size}")
-            self.positions.start = positions[self.rank]
+            own = positions[self.rank]
+        self.positions.append((state_dict["step"], own))
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's training batches, from the run's position on."""
@@ -179,31 +182,25 @@ class TextDataModule(pl.LightningDataModule):
         """Return a loader of the batches whose sample indices a batch sampler yields."""
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
-        reader: Any = BatchReader(dataset, name, n_positions, self.vocab_size, self.seed)
-        n_workers = self.num_workers
-        n_ahead = None  # torch's default, 2 batches of each worker
-        start_worker: Any = ignore_in_worker
-        if name == "data.train" and self._stream is not None:
-            reader = StreamReader(dataset, name, n_positions, self.vocab_size)
-            n_workers = 1
-            n_ahead = 2 * self._accumulate  # the next step is read while this one is computed
-            part = (self.seed, self.rank, self.world_size, self.positions.start)
-            start_worker = partial(_start_stream_worker, self._stream, part)
-        has_workers = n_workers > 0
+        stream = self._stream if name == "data.train" else None
+        if stream is not None:
+            stream.divide(self.seed, self.rank, self.world_size, self.positions[-1][1])
+        n_workers = self.num_workers if stream is None else 1
         return Loader(
-            reader,
+            BatchReader(dataset, name, n_positions, self.vocab_size, self.seed),
             batch_sampler=batches,
             # Without a generator, DataLoader would draw the seed of its workers from the global
             # generator, and so change the random numbers of the training.
             generator=torch.Generator().manual_seed(self.seed + self.rank),
-            collate_fn=collate,
+            collate_fn=collate if stream is None else stream.with_position,
             num_workers=n_workers,
-            prefetch_factor=n_ahead,
+            # Of a stream, the next step is read while this one is computed.
+            prefetch_factor=None if stream is None else 2 * self._accumulate,
             pin_memory=self.pin_memory,
-            persistent_workers=has_workers,
-            worker_init_fn=start_worker if has_workers else None,
+            persistent_workers=n_workers > 0,
+            worker_init_fn=ignore_in_worker if n_workers else None,
             # A forked worker shares the dataset. Python 3.14 does not fork by default.
-            multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
+            multiprocessing_context="fork" if n_workers and sys.platform == "linux" else None,
         )
 
 
@@ -224,7 +221,7 @@ class Loader(DataLoader):
 
     waited_s = 0.0
     read_ahead = 1
-    positions: StreamPositions | None = None
+    positions: deque[tuple[int, Any]] | None = None
     step_targets: Sequence[int | None] = ()
 
     # DataLoader declares that this method returns its own iterator class.
@@ -236,21 +233,17 @@ class Loader(DataLoader):
             batches: Iterator[Any] = super().__iter__()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self.positions is not None:
-            batches = self.positions.record(batches)
         atexit.unregister(kill_workers)  # register the function only once
         atexit.register(kill_workers)
         self.step_targets = []
         start_s = time.perf_counter()
         while step := list(islice(batches, self.read_ahead)):
             self.waited_s += time.perf_counter() - start_s
-            counts = [count_batch_targets(batch) for batch in step]
-            self.step_targets.append(None if None in counts else sum(filter(None, counts)))
+            if self.positions is not None:
+                step, positions = zip(*step, strict=True)
+                self.positions.append((self.positions[-1][0] + 1, positions[-1]))
+            targets = [find_targets(batch) for batch in step]
+            counts = [int((known != IGNORED).sum()) for known in targets if known is not None]
+            self.step_targets.append(sum(counts) if len(counts) == len(step) else None)
             yield from step
             start_s = time.perf_counter()
-
-
-def _start_stream_worker(stream: StreamDataset, part: tuple[Any, ...], worker_id: int) -> None:
-    """Let a data worker ignore the stop signals, and begin to read its part of a stream."""
-    ignore_in_worker(worker_id)
-    stream.start(*part)
