@@ -53,7 +53,7 @@ class SampleOrder:
 
     def __init__(self, n_samples: int, seed: int) -> None:
         self.n_samples = n_samples
-        self.seed = seed
+        self._key = mix64(np.array([seed + GOLDEN], dtype=np.uint64))
         n_bits = max(2, (n_samples - 1).bit_length())
         self._n_low_bits = n_bits // 2
         self._low_mask = 2**self._n_low_bits - 1
@@ -62,25 +62,19 @@ class SampleOrder:
     def index(self, numbers: np.ndarray) -> np.ndarray:
         """Return the samples at places of the run, int64. Place N is the first of epoch 1."""
         epochs, positions = np.divmod(np.asarray(numbers, dtype=np.int64), self.n_samples)
-        samples = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            samples[epochs == epoch] = self._of_epoch(epoch, positions[epochs == epoch])
-        return samples
-
-    def _of_epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        key = mix64(np.array([self.seed + GOLDEN], dtype=np.uint64))
-        key = mix64(key + np.uint64(epoch + GOLDEN))
-        keys = mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * GOLDEN)  # (rounds,)
+        keys = mix64(epochs.astype(np.uint64) + GOLDEN + self._key)  # a key of each epoch
+        rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * GOLDEN
+        keys = mix64(np.add.outer(rounds, keys))  # (rounds, places)
         samples = self._permute(positions.astype(np.uint64), keys)
-        while (outside := np.flatnonzero(samples >= self.n_samples)).size:
-            samples[outside] = self._permute(samples[outside], keys)
+        while (outside := samples >= self.n_samples).any():
+            samples[outside] = self._permute(samples[outside], keys[:, outside])
         return samples.astype(np.int64)
 
     def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Return the Feistel network's permutation of values below 2^bits, in a new array."""
         low = values & self._low_mask
         high = values >> self._n_low_bits
-        for key_low, key_high in keys.reshape(-1, 2):
+        for key_low, key_high in zip(keys[::2], keys[1::2], strict=True):
             low ^= mix64(high + key_low) & self._low_mask
             high ^= mix64(low + key_high) & self._high_mask
         return high << self._n_low_bits | low
@@ -124,12 +118,6 @@ class MixtureOrder:
             own = owners == part
             samples[own] = self._firsts[part] + self._orders[part].index(taken[own])
         return samples
-
-    def count_by_part(self, n_samples: int) -> list[int]:
-        """Return how many of the first `n_samples` places of a run belong to each part."""
-        cycles, rest = divmod(n_samples, _CYCLE)
-        counts = np.bincount(self._owners[:rest], minlength=len(self._counts))
-        return (cycles * self._counts + counts).tolist()
 
 
 class MicroBatch(list[int]):
