@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from gptrain.data.order import GOLDEN, mix64
 from gptrain.data.samples import BatchDataset
 
 
+@dataclass(eq=False)
 class DummyTextDataset(BatchDataset):
     """Dataset of uniform random tokens, in which sample i depends on `seed` and i only.
 
@@ -27,17 +29,14 @@ class DummyTextDataset(BatchDataset):
         seed: Seed of the tokens. The validation set needs another seed than the training set.
     """
 
-    def __init__(
-        self,
-        num_samples: int = 10000,
-        seq_len: int = 128,
-        vocab_size: int = 50257,
-        seed: int = 0,
-    ) -> None:
-        self.num_samples = num_samples
-        self.vocab_size = vocab_size
-        self._key = mix64(np.array([seed + GOLDEN], dtype=np.uint64))
-        self._offsets = np.arange(1, seq_len + 1, dtype=np.uint64) * GOLDEN  # (S,)
+    num_samples: int = 10000
+    seq_len: int = 128
+    vocab_size: int = 50257
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._key = mix64(np.array([self.seed + GOLDEN], dtype=np.uint64))
+        self._offsets = np.arange(1, self.seq_len + 1, dtype=np.uint64) * GOLDEN  # (S,)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -47,10 +47,7 @@ class Mixture(ConcatDataset):
     """
 
     def __init__(
-        self,
-        parts: Mapping[str, Dataset],
-        weights: Mapping[str, float],
-        seq_len: int | None = None,
+        self, parts: Mapping[str, Dataset], weights: Mapping[str, float], seq_len: int | None = None
     ) -> None:
         if not parts:
             raise DataError("a mixture of no parts; try: data@data.parts.<name>=text")
@@ -104,10 +101,9 @@ class Mixture(ConcatDataset):
 
     def describe(self, n_samples: int = 0) -> str:
         """Return a line with each part: share, content, and epochs in a run of `n_samples`."""
-        counts = self.order(0).count_by_part(n_samples)
         words = []
-        for (name, part), count in zip(self.parts.items(), counts, strict=True):
-            length = self.lengths[name]
+        for name, part in self.parts.items():
+            count, length = round(n_samples * self.weights[name]), self.lengths[name]
             text = f"{length:,} samples · {count / length:.3g} epochs"
             if describe := getattr(part, "describe", None):
                 text = describe(count)

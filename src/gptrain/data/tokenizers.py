@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gptrain.core.errors import DataError
 from gptrain.core.locations import expand_home
@@ -92,7 +92,7 @@ class Tokenizer:
             self.special_tokens.setdefault("eos_token", self.end_token)
         self.ends_documents = self.end_id is not None and config.get("ends_documents", True)
         self.stop_ids: Sequence[int] = ()
-        self.chat_template = read_chat_template(self.path.parent)
+        self.chat_template = read_chat_template(self.path.parent, config)
         # Two folders with the same tokenizer.json may name different end tokens.
         end = str(self.end_token).encode()
         self.identity = hashlib.sha256(content + end).hexdigest()
@@ -214,32 +214,25 @@ def train_bpe(
     """
     n_end_tokens = 1 if has_end else 0
     if vocab_size < 256 + n_end_tokens:
-        end_text = " and an end token" if has_end else ""
-        raise ValueError(f"vocab_size={vocab_size}: a BPE starts from 256 bytes{end_text}")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - n_end_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        raise ValueError(f"vocab_size={vocab_size}: a BPE has at least {256 + n_end_tokens} tokens")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    options = {"vocab_size": vocab_size - n_end_tokens, "min_frequency": 0, "show_progress": False}
     # Python runs signal handlers in the main thread. Training runs in another thread, so that a
     # signal is handled at once.
     with ThreadPool(1) as pool:
-        pool.apply(tokenizer.train_from_iterator, (texts, trainer))
+        pool.apply(bpe.train_from_iterator, (texts,), options)
     if has_end:
-        tokenizer.add_special_tokens([END_TOKENS[0]])
-    tokenizer.save(str(path))
+        bpe.add_special_tokens([END_TOKENS[0]])
+    bpe.save(str(path))
     return Tokenizer(path)
 
 
-def read_chat_template(folder: Path) -> str | None:
+def read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return the chat template of a folder: of its .jinja file, or `default` of its config."""
     file = folder / TEMPLATE_NAME
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = read_facts(folder / CONFIG_NAME).get("chat_template")
+    template = config.get("chat_template")
     if isinstance(template, list):
         template = {item.get("name"): item.get("template") for item in template}.get("default")
     return template if isinstance(template, str) else None
