@@ -204,7 +204,8 @@ def write_tokens(
         for is_val in (False, True):
             write(context, is_val, ends_part=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
-        for batch, encoded in encode_ahead(tokenizer, pieces):
+        for batch in read_ahead(pieces):
+            encoded = tokenizer.encode_batch([piece.text for piece in batch])
             if sum(n_tokens) == 2 * len(context):
                 warn_of_lost_characters(tokenizer, batch, encoded)
             for piece, ids in zip(batch, encoded, strict=True):
@@ -217,17 +218,17 @@ def write_tokens(
             os.fsync(file.fileno())  # the content is on disk before the folder gets its name
 
 
-def encode_ahead(
-    tokenizer: Tokenizer, pieces: Iterator[Piece]
-) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
-    """Yield pieces with their tokens. The following pieces are read while some are tokenized."""
-    batch = list(islice(pieces, _BATCH_PIECES))
+def read_ahead(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yield batches of pieces. A thread reads the next batch while the caller uses one."""
+
+    def read() -> list[Piece]:
+        return list(islice(pieces, _BATCH_PIECES))
+
     with ThreadPoolExecutor(1) as pool:
-        while batch:
-            tokens = pool.submit(tokenizer.encode_batch, [piece.text for piece in batch])
-            following = list(islice(pieces, _BATCH_PIECES))
-            yield batch, tokens.result()
-            batch = following
+        following = pool.submit(read)
+        while batch := following.result():
+            following = pool.submit(read)
+            yield batch
 
 
 def warn_of_lost_characters(

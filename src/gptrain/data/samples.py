@@ -6,7 +6,6 @@
 import hashlib
 import random
 import warnings
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,13 +29,13 @@ def len_of(dataset: Dataset) -> int:
 class BatchDataset(Dataset):
     """Base class of datasets that read a whole batch at once, in their method `__getitems__`."""
 
-    @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return a batch: tokens (B, T) and targets (B, T), int64.
 
         If samples hold several documents that must not see each other, the third item is the index
         of the document of each token, (B, T), int64.
         """
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         """Return one sample: tokens (T,), targets (T,) and, if batches have it, a third item."""
@@ -63,7 +62,7 @@ class Samples(Dataset):
         self.are_dicts = False
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute == "dataset":  # not yet set, for example while the object is unpickled
+        if attribute == "dataset":  # The attribute is missing while the object is unpickled.
             raise AttributeError(attribute)
         return getattr(self.dataset, attribute)
 
@@ -134,8 +133,9 @@ class BatchReader(Dataset):
             message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
             raise self._error(indices, message)
         if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
-            numbers = torch.cat((tokens.flatten(), targets[targets != IGNORED]))
-            for number in int(numbers.max()), int(numbers.min()):
+            ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
+            wanted = np.where(wanted == IGNORED, 0, wanted)
+            for number in max(ids.max(), wanted.max()), min(ids.min(), wanted.min()):
                 if not 0 <= number < self.vocab_size:
                     allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
                     raise self._error(indices, f"token {number}, {allowed}")

@@ -80,14 +80,14 @@ class StreamDataset(Samples):
         Args:
             seed: Seed for the random generators of the process that reads, which each sample seeds
                 again.
-            rank: One of the `world_size` ranks that divide the stream.
+            rank: Number of this rank among the `world_size` ranks that divide the stream.
             start: Position that `with_position` returned in an earlier run. None for the beginning.
         """
         self._arguments = (seed, rank, world_size, start or BEGINNING)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the next samples of the part."""
-        if self._following is None:  # in the worker
+        if self._following is None:
             self._following = self._read(*self._arguments)
         samples = islice(self._following, len(indices))
         return [self.in_form(sample, self.n_read) for sample in samples]
@@ -120,7 +120,7 @@ class StreamDataset(Samples):
         if world_size > 1 and (split := find_split(self.dataset)):
             self.part = split(rank, world_size)
             key, n_group = f"{seed} {rank}", 1
-        state, n_done = start["state"], start["n_read"]  # of the first pass
+        state, n_done = start["state"], start["n_read"]  # The first pass begins after n_done.
         for epoch in count(start["epoch"]):
             self.epoch = epoch
             self.n_read = 0

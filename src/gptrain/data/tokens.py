@@ -36,7 +36,7 @@ _HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _MEGATRON = struct.Struct("<9sQBQQ")
 # Code -> dtype. Code 4 is int32. Token ids are not negative, so uint32 reads the same values.
 _MEGATRON_TYPES = {8: "uint16", 4: "uint32", 5: "int64"}
-_OTHER_SPLITS = {"train": ("val", "test"), "val": ("train", "test")}
+_SPLITS = ("train", "val", "test")
 _SAMPLED_TOKENS = 2**18  # of the fingerprint
 
 
@@ -90,6 +90,7 @@ class TokenDataset(BatchDataset):
     ) -> None:
         paths = find_token_files(path, split)
         self.files = [open_token_file(file, dtype, vocab_size) for file in paths]
+        self.n_tokens = sum(file.n_tokens for file in self.files)
         self.seq_len = seq_len
         extra = seq_len - 1 if keep_tail else 0
         lengths = [max(0, file.n_tokens - 1 + extra) // seq_len for file in self.files]
@@ -98,11 +99,6 @@ class TokenDataset(BatchDataset):
         if not len(self):
             message = f"{self.n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
             raise DataError(f"{self.files[0].path}: {message}")
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens of all files."""
-        return sum(file.n_tokens for file in self.files)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -156,7 +152,7 @@ def find_token_files(path: Paths, split: str = "") -> list[Path]:
 
     Indices (.idx) of Megatron are left out. Errors are those of `find_files`.
     """
-    others = _OTHER_SPLITS.get(split, ())
+    others = [name for name in _SPLITS if split and name != split]
 
     def is_of_split(name: str) -> bool:
         *folders, file = name.split("/")
