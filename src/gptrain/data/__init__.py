@@ -30,6 +30,6 @@ from gptrain.data.dummy import DummyTextDataset
 from gptrain.data.mixture import Mixture
 from gptrain.data.order import EvalBatches, MixtureOrder, SampleOrder, TrainBatches
 from gptrain.data.prepare import TextDataset
-from gptrain.data.samples import BatchReader, Samples, as_pairs, collate, pair_of
+from gptrain.data.samples import BatchReader, as_pairs, collate, pair_of
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset

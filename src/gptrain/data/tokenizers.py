@@ -49,8 +49,6 @@ class Tokenizer:
         identity: Hash of the file and the end token, a part of the key of a cached corpus.
         special_tokens: Texts of the special tokens by their names in transformers: bos_token,
             eos_token, pad_token. Those that the vocabulary does not have are left out.
-        control_tokens: Ids of all special tokens of the vocabulary, by their texts. No text is
-            encoded to one of them, unless `special` is set.
         end_token: Text of the token that may end a document, or None: the `eos_token` of the
             configuration, or else the first of the usual ones.
         end_id: Id of `end_token`, or None.
@@ -81,13 +79,13 @@ class Tokenizer:
         self.vocab_size = max(vocab.values(), default=-1) + 1
         config = read_facts(self.path.with_name(CONFIG_NAME))
         added = self.core.get_added_tokens_decoder().items()
-        self.control_tokens: Mapping[str, int] = {t.content: i for i, t in added if t.special}
+        control = {t.content: i for i, t in added if t.special}
         named = {name: config.get(name) for name in SPECIAL}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
         self.special_tokens = {k: t for k, t in texts.items() if isinstance(t, str) and t in vocab}
         ends = (self.special_tokens.get("eos_token"), *END_TOKENS)
-        self.end_token = next((name for name in ends if name in self.control_tokens), None)
-        self.end_id = self.control_tokens.get(self.end_token or "")
+        self.end_token = next((name for name in ends if name in control), None)
+        self.end_id = control.get(self.end_token or "")
         if self.end_token is not None:
             self.special_tokens.setdefault("eos_token", self.end_token)
         self.ends_documents = self.end_id is not None and config.get("ends_documents", True)
