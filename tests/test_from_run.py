@@ -68,7 +68,7 @@ def test_a_key_that_no_longer_exists_is_named_and_can_be_left_out(old_run, word)
 def test_the_best_and_the_last_checkpoint_are_evaluated_in_a_new_folder(saved_twice, train):
     run, two_batches = saved_twice, "trainer.limit_test_batches=2"
     files = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
-    best = read_manifest(run.folder / "checkpoints" / "step-00000002")["metrics"]["val/loss"]
+    best = read_manifest(run.folder / "checkpoints" / "step-00000002").metrics["val/loss"]
     words = ("validate", "val/loss", best), ("test", "test/loss", run.metrics["val/loss"])
     for (task, metric, loss), which in zip(words, ("best", "last"), strict=True):
         again = train(f"task={task}", f"from_run='{run.folder}'", f"ckpt_path={which}", two_batches,

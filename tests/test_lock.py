@@ -12,8 +12,9 @@ import time
 
 import pytest
 
+from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import RunLock, is_held, read_run_id
-from gptrain.checkpoints.status import clear_status, read_status, write_result, write_status
+from gptrain.checkpoints.status import read_status, write_status
 from gptrain.core.errors import ConfigError
 
 FORK = multiprocessing.get_context("fork")
@@ -94,7 +95,7 @@ def test_the_first_rank_that_fails_tells(tmp_path):
 
 def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_parent_last(tmp_path):
     write_status(tmp_path, cause="preempted", exit_code=75)
-    clear_status(tmp_path)
+    (tmp_path / "status.json").unlink()
     assert write_status(tmp_path, cause="done", exit_code=0, rank=0)
     assert write_status(tmp_path, cause="error", exit_code=70, rank=1)
     assert not write_status(tmp_path, cause="done", exit_code=0, rank=0)
@@ -114,7 +115,7 @@ def test_an_invalid_status_file_is_ignored(tmp_path, text):
 def test_a_result_is_plain_json_also_when_a_metric_is_not_finite(tmp_path):
     metrics, facts = {"val/loss": 1.5, "test/loss": float("nan")}, {"steps": 60, "tokens": 1920}
     for _ in range(2):  # a resumed run writes its result over the old one
-        write_result(tmp_path / "result.json", metrics, **facts)
+        files.replace(tmp_path / "result.json", files.to_json({"metrics": metrics, **facts}))
     result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
     assert result == {"metrics": {"val/loss": 1.5, "test/loss": None}, **facts}
     assert os.listdir(tmp_path) == ["result.json"]

@@ -73,7 +73,7 @@ def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_ru
     run = train(*words)
     assert run.code == 0, run.err
     assert names(mirror) == {path.name for path in run.checkpoints} and len(names(mirror)) <= 3
-    first, second = (read_manifest(path)["metrics"] for path in run.checkpoints[-2:])
+    first, second = (read_manifest(path).metrics for path in run.checkpoints[-2:])
     assert first == {} and second["val/loss"] > 0  # validated are steps 2, 4 and 6
     for path in run.folder.glob("checkpoints/*/*"):
         copy = mirror / path.relative_to(run.folder / "checkpoints")

@@ -117,4 +117,4 @@ def test_a_resumed_run_shows_its_newest_checkpoint(train, show):
     lost = read_run(run.folder)
     assert (lost.ended, lost.times["steps"]) == ("lost", 4) and lost.metrics["val/loss"] > 0
     newest = read_manifest(run.folder / "checkpoints" / "step-00000004")
-    assert newest["metrics"]["step"] == 4 and "step" not in lost.metrics  # Lightning adds it
+    assert newest.metrics["step"] == 4 and "step" not in lost.metrics  # Lightning adds it

@@ -89,7 +89,7 @@ def plant(folder: Path, contents: dict[str, bytes] | None = None, **changes: obj
     store = CheckpointStore(folder / "checkpoints", "run")
     store.save(1, {"model": SimpleGPT(**SIZES).state_dict()}, {})
     path = store.newest()
-    manifest = read_manifest(path)
+    manifest = read_manifest(path).model_dump()
     for name, content in (contents or {}).items():
         (path / name).write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()

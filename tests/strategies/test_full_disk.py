@@ -25,11 +25,10 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
     folder = gather(tempfile.mkdtemp())[0]
     mesh, full = init_device_mesh("cpu", (2,)), torch.arange(40000.0).reshape(200, 200)
     tensors = {MODEL: {"w": distribute_tensor(full, mesh, [Shard(0)])}}
-    store = CheckpointStore(folder, "a" * 32)
+    store = CheckpointStore(folder, "a" * 32, rank=dist.get_rank(), gather=gather)
 
     def save(step, in_background):
-        about = {"rank": dist.get_rank(), "gather": gather, "in_background": in_background}
-        store.save(step, tensors, {"step": step}, **about)
+        store.save(step, tensors, {"step": step}, in_background=in_background)
         store.finish()
 
     save(3, in_background=True)
@@ -44,8 +43,8 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
     loaded = distribute_tensor(torch.zeros(200, 200), mesh, [Shard(1)])
     (newest,) = Path(folder).iterdir()
     assert newest == store.newest_intact() == store.folder / "step-00000003"
-    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    assert list(read_manifest(newest)["files"]) == [*names, "state.ckpt"]
+    names = [f"model-0000{number}.safetensors" for number in (0, 1)]
+    assert list(read_manifest(newest).files) == [*names, "state.ckpt"]
     SavedTensors(newest).read({"w": loaded})
     assert torch.equal(loaded.full_tensor(), full)
     longer = distribute_tensor(torch.zeros(250, 200), mesh, [Shard(0)])
@@ -56,16 +55,15 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
 
 @on_ranks(2)
 def test_any_error_of_one_rank_fails_the_save_on_all_ranks():
-    store = CheckpointStore(gather(tempfile.mkdtemp())[0], "a" * 32)
     rank = dist.get_rank()
+    store = CheckpointStore(gather(tempfile.mkdtemp())[0], "a" * 32, rank=rank, gather=gather)
     for bad_rank, in_background in product((0, 1), (True, False)):
         refused = {"x": torch.zeros(2, dtype=torch.complex128)}  # has no name in safetensors
         tensors = refused if rank == bad_rank else {"w": torch.zeros(2)}
-        about = {"rank": rank, "gather": gather, "in_background": in_background}
         with pytest.raises(RuntimeError, match=f"rank {bad_rank} .*complex128"):
-            store.save(1, {MODEL: tensors}, {}, **about)
+            store.save(1, {MODEL: tensors}, {}, in_background=in_background)
             store.finish()
         with pytest.raises(RuntimeError, match="pickle"):
-            store.save(1, {MODEL: {}}, [lambda: rank], **about)
+            store.save(1, {MODEL: {}}, [lambda: rank])
         dist.barrier()
         assert gather([*store.folder.iterdir()]) == [[], []]

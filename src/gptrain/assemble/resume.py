@@ -73,13 +73,13 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
     if checkpoint is None:
         return None
     # A folder of Lightning's ModelCheckpoint belongs to no run, as a file of weights.
-    if not checkpoint.is_dir() or not (manifest := read_manifest(checkpoint))["run_id"]:
+    if not checkpoint.is_dir() or not (manifest := read_manifest(checkpoint)).run_id:
         message = "a file of weights, from which no run can be resumed exactly"
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
     devices = find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
-    saved, size = manifest["config"], plan_batch(cfg, dims.data).global_batch_size
+    saved, size = manifest.config, plan_batch(cfg, dims.data).global_batch_size
     if problems := _differences(cfg, saved, size):
         raise ConfigError(problems)
     if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
@@ -87,7 +87,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
         hint = "trainer.max_steps=<n> max_tokens=null"
         raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
     verb = "resume" if cfg.task == "fit" else cfg.task
-    log.info(labels.line(verb, f"from step {manifest['step']}: {checkpoint}"))
+    log.info(labels.line(verb, f"from step {manifest.step}: {checkpoint}"))
     return checkpoint
 
 

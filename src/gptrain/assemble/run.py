@@ -158,7 +158,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)
     if checkpoint is not None and cfg.task == "fit":
-        saved = read_manifest(checkpoint)["config"]
+        saved = read_manifest(checkpoint).config
         check_data(cfg, saved, getattr(train, "fingerprint", None))
         lengths = keep_warmup(cfg, lengths, saved)
         cfg = keep_precision(cfg, saved)

@@ -29,7 +29,7 @@ from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresum
 from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.user_data import UserData
-from gptrain.parallel.mesh import LONG_PHASE_S
+from gptrain.parallel.mesh import LONG_PHASE_S, gather
 from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -156,7 +156,8 @@ def _build_checkpoints(
     cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
 ) -> Checkpoints:
     """Build the callback that saves checkpoints. The run folder must have been locked."""
-    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, read_run_id(cfg.run_dir) or None)
+    folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
+    store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
     facts = identity(cfg, plan_batch(cfg, lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)

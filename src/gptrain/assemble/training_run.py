@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.module import peak_lr
-from gptrain.checkpoints import timeline
-from gptrain.checkpoints.status import RESULT_NAME, write_result
+from gptrain.checkpoints import files, timeline
+from gptrain.checkpoints.status import RESULT_NAME
 from gptrain.core import labels, shell
 from gptrain.core.lengths import RunLengths
 from gptrain.core.locations import LIBRARY, find_project
@@ -167,18 +167,16 @@ class TrainingRun:
         goodput = monitor.timeline.end(step)
         has_worked = first_step is not None or cfg.task != "fit" or not path.exists()
         if has_worked and not cfg.trainer.fast_dev_run:
-            write_result(
-                path,
-                metrics,
-                steps=step,
-                tokens=data_of(trainer).tokens,
-                seconds=seconds,
-                checkpoint=best,
-                ended={"reason": reason, "detail": detail},
-                peak_memory_bytes=peak_bytes,
-                **goodput,
-                **provenance,
-            )
+            result = {
+                "metrics": metrics,
+                "steps": step,
+                "tokens": data_of(trainer).tokens,
+                "seconds": seconds,
+                "checkpoint": best,
+                "ended": {"reason": reason, "detail": detail},
+                "peak_memory_bytes": peak_bytes,
+            }
+            files.replace(path, files.to_json(result | goodput | provenance))
         parts = []
         if first_step is not None:
             resumed = f", from step {first_step} to {step}" if first_step else ""

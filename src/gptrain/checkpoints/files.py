@@ -32,11 +32,8 @@ class SaveFailedError(OSError):
         self.rank = rank
 
     def __str__(self) -> str:
-        number, folder = self.args
-        reason = f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
-        return (
-            f"{folder}: cannot save: {reason} on rank {self.rank}; earlier checkpoints are intact"
-        )
+        reason = f"{os.strerror(self.args[0])} on rank {self.rank}"
+        return f"{self.args[1]}: cannot save: {reason}; earlier checkpoints are intact"
 
 
 def sync_folder(folder: Path) -> None:
@@ -75,9 +72,8 @@ def replace(path: Path, data: bytes) -> None:
     try:
         write_new_file(draft, [data])
         os.rename(draft, path)
-    except OSError:
+    finally:
         draft.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 
@@ -88,23 +84,17 @@ def to_json(value: object, indent: int | None = 1) -> bytes:
     """
     text = json.dumps(value, default=str, indent=indent)
     if "NaN" in text or "Infinity" in text:
-        finite = json.loads(text, parse_constant=lambda _: None)
-        text = json.dumps(finite, indent=indent)
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
     return text.encode() + b"\n"
 
 
 # Files of rows, with one JSON object per line
 
 
-def encode(row: Row) -> bytes:
-    """Return a row as one line of JSON with its line end, by the rules of `to_json`."""
-    return to_json(row, indent=None)
-
-
 def append_row(path: Path, row: Row) -> None:
     """Append a row to a file, which is created if missing, without a wait for the disk."""
     with path.open("ab") as file:
-        file.write(encode(row))
+        file.write(to_json(row, indent=None))
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -127,6 +117,6 @@ def append_or_replace(path: Path, row: Row, last: Row | None) -> None:
     If `last` is not None, it must be the last row of the file (not checked), which is replaced.
     """
     with path.open("r+b") as file:
-        file.seek(-len(encode(last)) if last else 0, os.SEEK_END)
-        file.write(encode(row))
+        file.seek(-len(to_json(last, indent=None)) if last else 0, os.SEEK_END)
+        file.write(to_json(row, indent=None))
         file.truncate()

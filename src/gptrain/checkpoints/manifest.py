@@ -5,30 +5,25 @@ entries, so that one flipped bit anywhere in the folder is detected. This protec
 not against forgery.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
-from typing_extensions import TypedDict
+from pydantic import BaseModel, Field
 
 from gptrain.checkpoints import files
 from gptrain.core.progress import progress_bar
-from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
+from gptrain.core.small_files import UnreadableFileError, open_regular
 
 MANIFEST_NAME = "manifest.json"
 REST_NAME = "state.ckpt"  # counters, options, random states and states of callbacks
 STEP_NAME = re.compile(r"step-\d{8,}")  # name of a checkpoint's folder
-FORMAT = 2
 # Errors of a network file system that does not answer: the file may be intact
 _NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
@@ -37,25 +32,26 @@ _READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it 
 FileName = Annotated[str, Field(pattern="^[0-9A-Za-z_][0-9A-Za-z_.-]*$")]
 
 
-class FileEntry(TypedDict):
+class FileEntry(BaseModel, strict=True):
     """Size and hash of one file."""
 
     bytes: int
     sha256: str
 
 
-class Manifest(TypedDict):
-    """Entries of a manifest. Checkpoints are ordered by step, never by the times of files."""
+class Manifest(BaseModel, strict=True, validate_assignment=True):
+    """Entries of a manifest. Checkpoints are ordered by step, never by the times of files.
 
-    format: Literal[2]
+    `run_id` is empty for a checkpoint that belongs to no run. `config` describes the run, and
+    `metrics` are those of the validation after the step.
+    """
+
+    format: Literal[2] = 2
     run_id: str
     step: Annotated[int, Field(ge=0, lt=2**63)]
-    metrics: dict[str, float | None]
-    config: dict[str, Any]
-    files: dict[FileName, FileEntry]
-
-
-_MANIFEST = TypeAdapter(Manifest)
+    config: dict[str, Any] = {}
+    metrics: dict[str, float | None] = {}
+    files: dict[FileName, FileEntry] = {}
 
 
 class DamagedCheckpointError(UnreadableFileError):
@@ -70,34 +66,34 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def hidden(path: Path) -> Path:
+    """Return the hidden folder in which the checkpoint `path` is written or removed."""
+    return path.with_name(f".draft-{path.name}")
+
+
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def seal(entries: Mapping[str, Any]) -> bytes:
-    """Return the text of a manifest.json with these entries, its format and its own hash."""
-    content = {"format": FORMAT, **entries}
-    return files.to_json(content | {"sha256": _digest(content)})
+    """Return the text of a manifest.json with these entries and their SHA-256."""
+    digest = hashlib.sha256(files.to_json(entries)).hexdigest()
+    return files.to_json({**entries, "sha256": digest})
 
 
 def parse(text: bytes, path: Path) -> Manifest:
-    """Return the entries of a manifest, after a check of its hash and of their types.
+    """Return the manifest with this text, after a check of its hash and of its types.
 
     Raises a DamagedCheckpointError about `path`.
     """
-    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        entries = json.loads(text)
-        if entries.pop("sha256") == _digest(entries):
-            return _MANIFEST.validate_python(entries, strict=True)
+    with suppress(ValueError, RecursionError):
+        manifest = Manifest.model_validate(json.loads(text))
+        if seal(manifest.model_dump()) == text:
+            return manifest
     if text.startswith(b'{\n "format": 1,'):
         raise DamagedCheckpointError(path, "of gptrain up to commit a9c18679, which reads it")
     raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged")
-
-
-def _digest(entries: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the entries of a manifest."""
-    return hashlib.sha256(files.to_json(entries)).hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -105,9 +101,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises the errors of `verify`, about the manifest only.
     """
-    with _damage(path, MANIFEST_NAME):
-        text = read_bytes(path / MANIFEST_NAME)
-    return parse(text, path)
+    return parse(b"".join(_read(path, MANIFEST_NAME)), path)
 
 
 def verify(path: Path, run_id: str | None = None) -> Manifest:
@@ -123,42 +117,37 @@ def verify(path: Path, run_id: str | None = None) -> Manifest:
         OSError: If the network file system does not answer.
     """
     manifest = read_manifest(path)
-    if run_id is not None and manifest["run_id"] != run_id:
-        message = f"belongs to another run ({manifest['run_id']}, this is {run_id})"
+    if run_id not in (None, manifest.run_id):
+        message = f"belongs to another run ({manifest.run_id}, this is {run_id})"
         raise DamagedCheckpointError(path, message)
-    if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
-        raise DamagedCheckpointError(path, f"holds step {manifest['step']}")
-    entries = manifest["files"]
-    n_bytes = sum(entry["bytes"] for entry in entries.values())
-    workers = min(8, os.cpu_count() or 1)  # hashing releases the interpreter lock
-    with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(lambda name: _check(path, name, entries[name], bar.update), entries):
-            pass  # a check raises its error here
+    if path.name.startswith("step-") and path.name != folder_name(manifest.step):
+        raise DamagedCheckpointError(path, f"holds step {manifest.step}")
+    n_bytes = sum(entry.bytes for entry in manifest.files.values())
+    # Hashing releases the interpreter lock.
+    with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(8) as pool:
+        checks = pool.map(lambda item: _check(path, *item, bar.update), manifest.files.items())
+        list(checks)  # raises the error of a check
     return manifest
 
 
 def _check(folder: Path, name: str, entry: FileEntry, on_piece: Callable[[int], object]) -> None:
     """Raise a DamagedCheckpointError if a file differs from its entry in the manifest."""
-    digest, n_bytes = hashlib.sha256(), 0
-    with _damage(folder, name), open_regular(folder / name) as file:
-        while piece := file.read(_READ_BYTES):
-            digest.update(piece)
-            n_bytes += len(piece)
-            on_piece(len(piece))
-    if n_bytes != entry["bytes"]:
-        reason = f"{name} has {n_bytes} bytes, its manifest lists {entry['bytes']}"
-        raise DamagedCheckpointError(folder, reason)
-    if digest.hexdigest() != entry["sha256"]:
+    digest = hashlib.sha256()
+    for piece in _read(folder, name):
+        digest.update(piece)
+        on_piece(len(piece))
+    if digest.hexdigest() != entry.sha256:
         raise DamagedCheckpointError(folder, f"{name} is damaged (sha256)")
 
 
-@contextmanager
-def _damage(path: Path, name: str) -> Generator[None, None, None]:
-    """Turn errors of a file into a DamagedCheckpointError, except those in _NO_ANSWER."""
+def _read(folder: Path, name: str) -> Iterator[bytes]:
+    """Yield the content of a file in pieces. Its errors, except those in _NO_ANSWER, are damage."""
     try:
-        yield
+        with open_regular(folder / name) as file:
+            while piece := file.read(_READ_BYTES):
+                yield piece
     except (OSError, UnreadableFileError) as error:
         if isinstance(error, OSError) and error.errno in _NO_ANSWER:
             raise
         reason = error.strerror if isinstance(error, OSError) else error.reason
-        raise DamagedCheckpointError(path, f"{name} cannot be read: {reason}") from None
+        raise DamagedCheckpointError(folder, f"{name} cannot be read: {reason}") from None

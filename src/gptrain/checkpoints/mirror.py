@@ -17,19 +17,11 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from gptrain.checkpoints import files
+from gptrain.checkpoints import files, manifest
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import (
-    MANIFEST_NAME,
-    STEP_NAME,
-    DamagedCheckpointError,
-    parse,
-    verify,
-)
+from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, hidden, parse
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import errors
-from gptrain.core.errors import ConfigError
-from gptrain.core.small_files import read_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +43,6 @@ class Mirror:
         except ImportError as error:  # the message names the package to install
             raise ValueError(error) from error
         self._thread = ThreadPoolExecutor(1, "mirror")
-        self._newest: Future[None] | None = None  # update that began or waits last
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
         """Check that the mirror is empty or belongs to this run, or restore a lost run from it.
@@ -64,8 +55,12 @@ class Mirror:
             ConfigError: If the mirror holds another run, has only damaged checkpoints to restore,
                 or if reading it or writing the copies fails with an OSError.
         """
+        run_id = lock.run_id
         try:
-            run_id = self._run_id() or lock.run_id
+            for name, text in self._copies().items():
+                with suppress(DamagedCheckpointError):
+                    run_id = parse(text, Path(name)).run_id
+                    break
             if restore:
                 lock.adopt(run_id)
                 store.run_id = run_id
@@ -79,105 +74,90 @@ class Mirror:
     def update(self, store: CheckpointStore) -> Future[None]:
         """Copy new checkpoints and remove the copies of pruned ones, in a thread, on rank 0.
 
-        Returns at once. Updates run one after the other, and one that has not begun serves several
-        calls. `result()` of the returned Future waits for the end of the update; it raises nothing,
-        because errors are logged as warnings.
+        Returns at once. Updates run one after the other. `result()` of the returned Future waits
+        for the end of the update; it raises nothing, because errors are logged as warnings.
         """
-        newest = self._newest
-        if newest is None or newest.running() or newest.done():  # else it copies what is new now
-            self._newest = newest = self._thread.submit(self._copy, store)
-        return newest
+        return self._thread.submit(self._update, store)
 
     def restore(self, store: CheckpointStore) -> None:
         """Copy every intact checkpoint of the mirror into the store, which has none.
 
-        A damaged copy is logged as a warning, and its manifest in the mirror is removed, so that
-        the run copies this step again. If all copies are damaged, nothing is removed, and a
-        ConfigError is raised.
+        A damaged copy is logged as a warning, and its manifest in the mirror is removed, so that the
+        run copies this step again. If all copies are damaged, nothing is removed, and a ConfigError
+        is raised.
         """
         store.folder.mkdir(exist_ok=True)
-        damaged = []
-        for name in self._names():
-            draft = store.folder / f".copy-{name}"  # `store.clean` removes a draft that is left
+        copies = {name: text for name, text in self._copies().items() if text}
+        for name, text in copies.items():
+            draft = hidden(store.folder / name)
             shutil.rmtree(draft, ignore_errors=True)
             try:
-                text = self._manifest(name)
                 draft.mkdir()
-                for file in parse(text, draft)["files"]:
-                    self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
+                for file in parse(text, draft).files:
+                    with suppress(FileNotFoundError):  # `verify` will miss it
+                        self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
                 files.replace(draft / MANIFEST_NAME, text)
-                verify(draft, store.run_id)
+                manifest.verify(draft, store.run_id)
                 os.rename(draft, store.folder / name)
-            except FileNotFoundError:  # the copy was not finished, or is partly removed
-                continue
             except DamagedCheckpointError as error:
-                damaged.append(name)
                 _log.warning("warning: %s/%s: %s; not used", self.url, name, error.reason)
         files.sync_folder(store.folder)
-        if damaged and not store.steps():
+        if copies and not store.steps():
             raise self._error("all of its checkpoints are damaged", errors.BAD_DATA)
-        for name in damaged:
+        for name in copies.keys() - {path.name for path in store.paths()}:
             with suppress(OSError):  # the mirror may be read-only
                 self.files.rm_file(f"{self.root}/{name}/{MANIFEST_NAME}")
 
-    def _error(self, message: str, code: int, hint: str = "") -> ConfigError:
+    def _error(self, message: str, code: int, hint: str = "") -> errors.ConfigError:
         """Return an error about the mirror."""
-        return ConfigError.of("checkpoint.mirror", self.url, message, hint=hint, code=code)
+        return errors.ConfigError.of("checkpoint.mirror", self.url, message, hint=hint, code=code)
 
-    def _copy(self, store: CheckpointStore) -> None:
+    def _copies(self) -> dict[str, bytes]:
+        """Return folder name -> manifest of the copies, or b"" without one, the newest first."""
+        self.files.invalidate_cache()
+        copies, names = {}, []
+        with suppress(FileNotFoundError):  # `exists` would also be False if the store is away
+            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
+        for name in sorted(filter(manifest.STEP_NAME.fullmatch, names), reverse=True):
+            copies[name] = b""
+            with suppress(FileNotFoundError):
+                copies[name] = self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
+        return copies
+
+    def _update(self, store: CheckpointStore) -> None:
         """Copy new checkpoints, the newest first, and remove copies of pruned ones, in a thread."""
         try:
+            copies = self._copies()
             for path in reversed(store.paths()):
                 # The run may prune a checkpoint meanwhile.
                 with suppress(FileNotFoundError, DamagedCheckpointError):
-                    self._put(path)
+                    self._put(path, copies.get(path.name, b""))
             kept = [path.name for path in store.paths()]
             left = {path.name.partition(".")[0] for path in store.folder.glob("step-*.unused-*")}
-            for name in self._names():
+            for name in copies:
                 if name not in kept and (name in left or name < max(kept, default="")):
                     self.files.rm(f"{self.root}/{name}", recursive=True)
         except Exception as error:  # fsspec's packages raise exceptions of any type
             text = "warning: checkpoint.mirror=%s: not up to date: %s; own checkpoints are intact"
             _log.warning(text, self.url, errors.first_line(error))
 
-    def _put(self, source: Path) -> None:
-        """Copy a checkpoint to the mirror: its files, then the manifest.
+    def _put(self, source: Path, old_text: bytes) -> None:
+        """Copy a checkpoint to the mirror, in which it has the manifest `old_text`, or none.
 
         An older manifest is removed before a file is copied. One that lists the same files is only
         replaced, so that new metrics do not make the copy incomplete.
         """
         target = f"{self.root}/{source.name}"
-        text = read_bytes(source / MANIFEST_NAME)
-        entries = parse(text, source)["files"]
-        old_text, copied = b"", None
-        with suppress(FileNotFoundError, DamagedCheckpointError):
-            old_text = self._manifest(source.name)
-            copied = parse(old_text, source)["files"]
-        if copied != entries:
+        current, copied = manifest.read_manifest(source), None
+        with suppress(DamagedCheckpointError):
+            copied = parse(old_text, source)
+        if copied is None or copied.files != current.files:
             if old_text:
                 self.files.rm_file(f"{target}/{MANIFEST_NAME}")
             self.files.makedirs(target, exist_ok=True)
-            for file in entries:
+            for file in current.files:
                 self.files.put_file(str(source / file), f"{target}/{file}")
         # Write the manifest as it was read. If the step was saved again, the next update sees it.
-        if text != old_text:
+        if copied != current:
+            text = manifest.seal(current.model_dump())
             self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
-
-    def _run_id(self) -> str:
-        """Return the identity of the run in the mirror, or "" if it has no complete checkpoint."""
-        for name in self._names():
-            with suppress(FileNotFoundError, DamagedCheckpointError):  # the copy was not finished
-                return parse(self._manifest(name), Path(name))["run_id"]
-        return ""
-
-    def _manifest(self, name: str) -> bytes:
-        """Return the text of the manifest of a copy. Raises a FileNotFoundError without one."""
-        return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
-
-    def _names(self) -> list[str]:
-        """Return the folders of all copies, complete or not, the newest first."""
-        self.files.invalidate_cache()
-        names: list[str] = []
-        with suppress(FileNotFoundError):  # `exists` would also be False if the store is away
-            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
-        return sorted(filter(STEP_NAME.fullmatch, names), reverse=True)

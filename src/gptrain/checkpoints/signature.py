@@ -5,12 +5,12 @@ user has signed it. The signature is an HMAC-SHA256 of the record files with a k
 configuration folder.
 """
 
-import hashlib
 import hmac
 import os
 import secrets
 import stat
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from gptrain.checkpoints import files
@@ -26,13 +26,10 @@ def sign_record(run_dir: str | Path) -> None:
     """
     key_file = _key_file()
     key_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (
-        suppress(FileExistsError),
-        open(key_file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file,
-    ):
+    make = partial(os.open, mode=0o600)
+    with suppress(FileExistsError), open(key_file, "xb", opener=make) as file:
         file.write(secrets.token_bytes(32))
-    signature = _sign(_read_records(run_dir))
-    files.replace(Path(run_dir) / ".hydra" / "signature", signature)
+    files.replace(Path(run_dir) / ".hydra" / "signature", _sign(_read_records(run_dir)))
 
 
 def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
@@ -66,7 +63,5 @@ def _sign(records: dict[str, bytes]) -> bytes:
     status = os.lstat(key_file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{key_file}: not a file that only you can read")
-    digest = hmac.new(key_file.read_bytes(), digestmod=hashlib.sha256)
-    for part in (part for name in sorted(records) for part in (name.encode(), records[name])):
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest().encode()
+    text = repr(records).encode()  # shows where each name and content ends
+    return hmac.new(key_file.read_bytes(), text, "sha256").hexdigest().encode()

@@ -38,28 +38,17 @@ class PreemptedError(BaseException):
 
 
 class RefusedStepError(RunError):
-    """Base class of errors that end a run because a step, or `max_skips` in a row, were left out.
+    """Raised to end a run because a step, or `max_skips` in a row, were left out.
 
     `step` is the number of the last one, counted from 0. The weights are those from before it.
+    `cause` is "nonfinite" if its loss or gradient was NaN or infinite, or "spike".
     """
 
     code = NON_FINITE
 
-    def __init__(self, message: str, step: int) -> None:
+    def __init__(self, message: str, step: int, cause: str) -> None:
         super().__init__(message)
-        self.step = step
-
-
-class NonFiniteError(RefusedStepError):
-    """Raised if steps were left out, the last one because loss or gradient was NaN or infinite."""
-
-    cause = "nonfinite"
-
-
-class SpikeError(RefusedStepError):
-    """Raised if steps were left out, the last one for a spike, see the config key `on_spike`."""
-
-    cause = "spike"
+        self.step, self.cause = step, cause
 
 
 def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object) -> bool:
@@ -82,17 +71,15 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
         OSError: If the file cannot be written.
     """
     path = Path(run_dir) / STATUS_NAME
-    place = {"host": socket.gethostname(), "pid": os.getpid()}
-    status = files.to_json(facts | place | {"time": time.strftime("%F %T %z")})
+    place = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%F %T %z")}
     was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
     if replace or (was_done and facts["exit_code"] != DONE):
-        files.replace(path, status)
-        return True
+        path.unlink(missing_ok=True)
     try:
-        files.write_new_file(path, [status])
+        files.write_new_file(path, [files.to_json(facts | place)])
+        files.sync_folder(path.parent)
     except FileExistsError:
         return False
-    files.sync_folder(path.parent)
     return True
 
 
@@ -100,13 +87,3 @@ def read_status(run_dir: str | Path) -> dict | None:
     """Return the content of status.json, or None if it is missing or has no integer `exit_code`."""
     status = read_facts(Path(run_dir) / STATUS_NAME)
     return status if isinstance(status.get("exit_code"), int) else None
-
-
-def clear_status(run_dir: str | Path) -> None:
-    """Remove the status.json of an earlier start, if any. Call it under the run lock."""
-    (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
-
-
-def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """Write {"metrics": metrics, **facts} to `path`, a run's result.json, by `files.replace`."""
-    files.replace(Path(path), files.to_json({"metrics": metrics} | facts))

@@ -7,9 +7,8 @@ highest step of which every byte is verified. A step is saved before its validat
 `set_metrics` adds the metrics afterwards.
 
 `step-00000500.damaged-*` could not be verified, and before `.unused-*` the run has gone back. They
-are never removed.
-`.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
-`.copy-step-00000500` is being copied from a mirror, and is not verified yet.
+are never removed. A checkpoint that is removed, or copied from a mirror and not verified yet, has a
+hidden name, too.
 """
 
 from __future__ import annotations
@@ -23,21 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptrain.checkpoints import files
-from gptrain.checkpoints.manifest import (
-    MANIFEST_NAME,
-    STEP_NAME,
-    DamagedCheckpointError,
-    folder_name,
-    read_manifest,
-    seal,
-    step_of,
-    verify,
-)
+from gptrain.checkpoints import files, manifest
+from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, hidden, step_of
 
-if TYPE_CHECKING:  # these modules import torch, which takes seconds; many stores only read
-    from gptrain.checkpoints.save import Save
-    from gptrain.checkpoints.tensors import Tensors
+if TYPE_CHECKING:  # save.py imports torch, which takes seconds; many stores only read
+    from gptrain.checkpoints.save import Save, Tensors
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +38,17 @@ class CheckpointStore:
         folder: Folder of the checkpoints. The first save creates it.
         run_id: Identity of the run, which is written into every manifest. Checkpoints of another
             run count as damaged. With None the store reads checkpoints of any run and cannot save.
+        ranks: `rank` and `gather` of `Save`, for a store into which several ranks save.
 
     Attributes:
         on_commit: Function that rank 0 calls after each new checkpoint and after `set_metrics`.
         unfinished: Save in the background that still needs a call of `finish`, or None.
     """
 
-    def __init__(self, folder: str | Path, run_id: str | None = None) -> None:
+    def __init__(self, folder: str | Path, run_id: str | None = None, **ranks: Any) -> None:
         self.folder = Path(folder)
         self.run_id = run_id
+        self.ranks = ranks
         self.on_commit: Callable[[], object] = lambda: None
         self.unfinished: Save | None = None
 
@@ -70,9 +61,9 @@ class CheckpointStore:
         rest: Any,
         *,
         config: dict | None = None,
-        **options: Any,
+        in_background: bool = False,
     ) -> None:
-        """Save a new checkpoint, of a step that has none.
+        """Save a new checkpoint.
 
         All ranks of the job must call this method. An earlier save in the background is finished
         first. A save in the background becomes a checkpoint when `finish` is called.
@@ -82,7 +73,7 @@ class CheckpointStore:
             tensors: MODEL or OPTIMIZER -> name -> tensor, or DTensor with the shard of this rank.
             rest: Value for torch.save with everything else, which rank 0 writes.
             config: Entries of the manifest that describe the run. Defaults to {}.
-            options: `rank` and `gather` of `Save`, which several ranks need, and `in_background`.
+            in_background: Whether to return before the files are written.
 
         Raises:
             SaveFailedError: On all ranks, if a file operation failed on any. Earlier checkpoints
@@ -93,50 +84,37 @@ class CheckpointStore:
         from gptrain.checkpoints.save import Save
 
         self.finish()
-        if self.run_id is None:
-            raise ValueError("a store without run_id can only read")
-        manifest = {"run_id": self.run_id, "step": step, "config": config or {}, "metrics": {}}
-        draft = self.folder / f".draft-{folder_name(step)}"
-        self.unfinished = Save(draft, manifest, tensors, rest, **options)
-        if not options.get("in_background"):
+        entries = {"run_id": self.run_id, "step": step, "config": config or {}}
+        described = manifest.Manifest.model_validate(entries)
+        save = Save(self.folder / manifest.folder_name(step), described, **self.ranks)
+        save.begin(tensors, rest, in_background)
+        self.unfinished = save
+        if not in_background:
             self.finish()
-
-    @property
-    def is_written(self) -> bool:
-        """True if a save in the background waits for `finish` and this rank's files are written."""
-        return self.unfinished is not None and self.unfinished.written.done()
 
     def finish(self) -> None:
         """Wait for the save in the background, if there is one, and make it a checkpoint.
 
         Collective. Raises as `save`.
         """
-        if self.unfinished is None:
-            return
-        save, self.unfinished = self.unfinished, None
-        save.finish(lambda: self._commit(save.folder))
-        if save.rank == 0:
-            self.on_commit()
+        if (save := self.unfinished) is not None:
+            self.unfinished = None
+            save.finish()
+            if save.rank == 0:
+                self.on_commit()
 
-    def _commit(self, draft: Path) -> None:
-        """Rename the complete folder of a save to a checkpoint."""
-        os.rename(draft, self._committed(draft))
-        files.sync_folder(self.folder)
-
-    def _committed(self, draft: Path) -> Path:
-        """Return the path of the checkpoint that the folder of a save becomes."""
-        return self.folder / draft.name.removeprefix(".draft-")
-
-    def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def set_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the metrics of a validation into the manifest of its step, if it was saved.
 
         They replace earlier metrics of the step. Call it on rank 0 only. Raises a
         DamagedCheckpointError or an OSError if the manifest cannot be read or written.
         """
-        if self.unfinished is not None and self.unfinished.manifest["step"] == step:
-            self.unfinished.manifest["metrics"] = metrics
-        elif (path := self.folder / folder_name(step)).exists():
-            files.replace(path / MANIFEST_NAME, seal(read_manifest(path) | {"metrics": metrics}))
+        if self.unfinished is not None and self.unfinished.manifest.step == step:
+            self.unfinished.manifest.metrics = metrics
+        elif (path := self.folder / manifest.folder_name(step)).exists():
+            described = manifest.read_manifest(path)
+            described.metrics = metrics
+            files.replace(path / MANIFEST_NAME, manifest.seal(described.model_dump()))
             self.on_commit()
 
     # Loading
@@ -148,7 +126,7 @@ class CheckpointStore:
         """
         # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
-        paths = (self.folder / name for name in filter(STEP_NAME.fullmatch, names))
+        paths = (self.folder / name for name in filter(manifest.STEP_NAME.fullmatch, names))
         return sorted(paths, key=step_of)
 
     def steps(self) -> list[int]:
@@ -181,7 +159,7 @@ class CheckpointStore:
         scored = []
         for path in self.paths():
             with suppress(DamagedCheckpointError):
-                value = read_manifest(path)["metrics"].get(monitor)
+                value = manifest.read_manifest(path).metrics.get(monitor)
                 if value is not None:
                     scored.append((sign * value, path))
         return [path for _, path in sorted(scored)]
@@ -198,7 +176,7 @@ class CheckpointStore:
         damaged: list[DamagedCheckpointError] = []
         for path in paths:
             try:
-                verify(path, self.run_id)
+                manifest.verify(path, self.run_id)
             except DamagedCheckpointError as error:
                 damaged.append(error)
                 continue
@@ -232,20 +210,11 @@ class CheckpointStore:
         """
         for path in self.paths()[:-keep]:
             if path not in protect:
-                trash = self.folder / f".trash-{path.name}"
-                shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
                 with suppress(OSError):
-                    os.rename(path, trash)
-                    shutil.rmtree(trash, ignore_errors=True)
+                    os.rename(path, hidden(path))
+                    shutil.rmtree(hidden(path), ignore_errors=True)
 
     def clean(self) -> None:
-        """Remove the hidden folders that killed processes left. Call it under the run lock.
-
-        A save that was complete becomes a checkpoint, unless the earlier one of its step is there.
-        """
-        for draft in self.folder.glob(".draft-step-*"):
-            is_complete = not draft.is_symlink() and (draft / MANIFEST_NAME).exists()
-            if is_complete and not self._committed(draft).exists():
-                self._commit(draft)
+        """Remove the hidden folders that killed processes left. Call it under the run lock."""
         for path in self.folder.glob(".*-step-*"):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)

@@ -6,15 +6,13 @@ because it holds all tensors and the full text of the file in memory; here a ran
 of one tensor. Reading maps the files and copies only what a rank needs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,41 +31,47 @@ DTYPES: dict[Any, torch.dtype] = cast(Any, _TYPES)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = Mapping[str, Tensor]
 Index = tuple[int, ...]  # an index or a size in each dimension
+Box = list[range]  # indices of the full tensor in each dimension
+Key = tuple[str, str, Index]  # kind, such as MODEL, name and first index of a shard
 
 
-class Shard(NamedTuple):
-    """Values that this rank holds of a tensor, and their first index in each dimension."""
-
-    data: Tensor
-    offsets: tuple[int, ...]
-
-
-def shard_of(tensor: Tensor) -> Shard:
-    """Return this rank's shard of a DTensor, or a plain tensor as a shard from its beginning."""
+def shard_of(tensor: Tensor) -> tuple[Tensor, Index]:
+    """Return the values that this rank holds of a tensor, and the first index of them."""
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        return Shard(tensor.to_local().detach(), tuple(offsets))
-    return Shard(tensor.detach(), (0,) * tensor.ndim)
+        _, first = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        return tensor.to_local().detach(), tuple(first)
+    return tensor.detach(), (0,) * tensor.ndim
 
 
-def encode(shards: Mapping[str, Shard]) -> Iterator[memoryview | bytes]:
-    """Yield the content of a safetensors file, one tensor at a time."""
+def box_of(first: Sequence[int], shape: Sequence[int]) -> Box:
+    """Return the indices of a shard within the full tensor."""
+    return [range(begin, begin + n) for begin, n in zip(first, shape, strict=True)]
+
+
+def slices(indices: Box, box: Box) -> tuple[slice, ...]:
+    """Return the slices of a shard that select these indices of the full tensor."""
+    pairs = zip(indices, box, strict=True)
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
+
+
+def encode(shards: dict[Key, Tensor]) -> Iterator[memoryview | bytes]:
+    """Yield the content of a safetensors file, one tensor at a time, and empty `shards`."""
     # Readers need the values of a tensor at a multiple of their size.
-    ordered = sorted(shards.items(), key=lambda item: (-item[1].data.element_size(), item[0]))
-    offsets = {name: {"saved_offsets": shard.offsets} for name, shard in ordered}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", SHARDING: json.dumps(offsets)}}
-    begin = 0
-    for name, (data, _) in ordered:
-        end = begin + data.nbytes
-        shape = list(data.shape)
-        header[name] = {"dtype": _NAMES[data.dtype], "shape": shape, "data_offsets": [begin, end]}
-        begin = end
+    order = sorted(shards, key=lambda key: (-shards[key].element_size(), key))
+    places = {name: {"saved_offsets": first} for _, name, first in order}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", SHARDING: json.dumps(places)}}
+    end = 0
+    for key in order:
+        shard, begin = shards[key], end
+        end += shard.nbytes
+        values = {"dtype": _NAMES[shard.dtype], "shape": [*shard.shape]}
+        header[key[1]] = values | {"data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, (data, _) in ordered:
-        yield memoryview(data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    for key in order:
+        yield memoryview(shards.pop(key).cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 class SavedTensors:
@@ -80,51 +84,43 @@ class SavedTensors:
 
     Attributes:
         shapes: Name -> shape of the full tensor.
-        dtypes: Name -> dtype. It is empty for tensors in memory.
+        dtypes: Name -> dtype.
 
     Raises:
-        DamagedCheckpointError: If a file is no safetensors file, or if files or shards are missing.
+        DamagedCheckpointError: If a file is no safetensors file, or if shards are missing.
         OSError, UnreadableFileError: If a file cannot be opened.
     """
 
     def __init__(self, source: Path | Tensors, kind: str = MODEL) -> None:
         self.shapes: dict[str, Index] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        # Name -> file or tensor, first index and shape of each shard.
-        self._parts: dict[str, list[tuple[Path | Tensor, Index, Index]]] = {}
+        # Name -> file or tensor, and indices within the full tensor, of each shard.
+        self._parts: dict[str, list[tuple[Path | Tensor, Box]]] = {}
         if isinstance(source, Mapping):
             for name, tensor in source.items():
-                self._add(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+                self._add(name, tensor, tensor.dtype, box_of((0,) * tensor.ndim, tensor.shape))
             return
-        paths = [source] if source.is_file() else sorted(source.glob(f"{kind}*.safetensors"))
-        for path in paths:
-            number = re.search(r"-of-(\d+)$", path.stem)
-            if path != source and len(paths) != int(number[1] if number else 1):
-                raise DamagedCheckpointError(source, f"{path.name} is one of {len(paths)} files")
+        for path in [source] if source.is_file() else sorted(source.glob(f"{kind}*.safetensors")):
             file = open_file(path)
             try:
-                self._add_file(path, file)
+                places = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
+                for name in file.keys():  # noqa: SIM118, it is no mapping
+                    part = file.get_slice(name)
+                    shape = part.get_shape()
+                    first = places.get(name, {}).get("saved_offsets", [0] * len(shape))
+                    self._add(name, path, DTYPES[part.get_dtype()], box_of(first, shape))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise DamagedCheckpointError(path, f"no shards of gptrain ({error})") from error
         for name, parts in self._parts.items():
-            if sum(prod(shape) for _, _, shape in parts) != prod(self.shapes[name]):
+            if sum(prod(map(len, box)) for _, box in parts) != prod(self.shapes[name]):
                 raise DamagedCheckpointError(source, f"parts of {name} are missing")
 
-    def _add_file(self, path: Path, file: Any) -> None:
-        """Add the shards in an open file."""
-        sharding = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
-        for name in file.keys():  # noqa: SIM118, it is no mapping
-            part = file.get_slice(name)
-            shape = tuple(part.get_shape())
-            begin = tuple(sharding.get(name, {}).get("saved_offsets", (0,) * len(shape)))
-            self._add(name, path, begin, shape)
-            self.dtypes[name] = DTYPES[part.get_dtype()]
-
-    def _add(self, name: str, values: Path | Tensor, begin: Index, shape: Index) -> None:
+    def _add(self, name: str, data: Path | Tensor, dtype: torch.dtype, box: Box) -> None:
         """Add a shard."""
-        end = tuple(map(sum, zip(begin, shape, strict=True)))
-        self.shapes[name] = tuple(map(max, zip(self.shapes.get(name, end), end, strict=True)))
-        self._parts.setdefault(name, []).append((values, begin, shape))
+        ends = [indices.stop for indices in box]
+        self.shapes[name] = tuple(map(max, ends, self.shapes.get(name, ends)))
+        self.dtypes[name] = dtype
+        self._parts.setdefault(name, []).append((data, box))
 
     @torch.no_grad()
     def read(self, tensors: Tensors) -> None:
@@ -134,31 +130,25 @@ class SavedTensors:
         another dtype are converted. Raises a KeyError for a name that is not in `shapes`.
         """
         for name, tensor in tensors.items():
-            local, begin = shard_of(tensor)
-            for values, offsets, shape in self._parts[name]:
-                sizes = zip(begin, local.shape, offsets, shape, strict=True)
-                bounds = [(max(b, o), min(b + n, o + m)) for b, n, o, m in sizes]
-                if all(low < high for low, high in bounds):
-                    source, target = (
-                        tuple(slice(a - o, z - o) for (a, z), o in zip(bounds, first, strict=True))
-                        for first in (offsets, begin)
-                    )
+            local, first = shard_of(tensor)
+            own = box_of(first, local.shape)
+            for data, box in self._parts[name]:
+                pairs = zip(own, box, strict=True)
+                common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs]
+                if all(common):  # no dimension is empty
                     # Each part opens its file again: an open file keeps the pages that were read
                     # in the memory of the process.
-                    is_loaded = isinstance(values, Tensor)
-                    part = values if is_loaded else open_file(values).get_slice(name)
-                    local[target].copy_(part[source])
+                    part = data if isinstance(data, Tensor) else open_file(data).get_slice(name)
+                    local[slices(common, own)].copy_(part[slices(common, box)])
 
     def full(self) -> dict[str, Tensor]:
         """Return the full tensors of the files, on the CPU. One without shards stays mapped."""
-        tensors: dict[str, Tensor] = {}
-        for name, parts in self._parts.items():
-            if len(parts) == 1 and isinstance(path := parts[0][0], Path):
-                tensors[name] = open_file(path).get_tensor(name)
-            else:
-                tensors[name] = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-                self.read({name: tensors[name]})
-        return tensors
+        parts = self._parts.items()
+        mapped = {name: cast(Path, shards[0][0]) for name, shards in parts if len(shards) == 1}
+        split = self._parts.keys() - mapped.keys()
+        tensors = {name: torch.empty(self.shapes[name], dtype=self.dtypes[name]) for name in split}
+        self.read(tensors)
+        return tensors | {name: open_file(path).get_tensor(name) for name, path in mapped.items()}
 
 
 def open_file(path: Path) -> Any:

@@ -8,13 +8,13 @@ Definitions, in seconds of wall-clock time, over all starts of one run folder:
     steps           optimizer steps that count: each step once, in the start whose result was kept
     validation      validations
     saves           training waits for a checkpoint or the mirror, and the end of the run
-    starting        from the command, or a restart of lost ranks, to the end of the first
-                    step: imports, data, building, loading, compilation
+    starting        from the lock of the run folder, when the checkpoint to resume from is known,
+                    to the end of the first step: data, building, loading, compilation
     redone          optimizer steps after the checkpoint from which a later start resumed. Their
                     result was lost, and the later start did them again
     between_starts  from the last line of a start to the beginning of the next start: the time in
-                    which nothing ran, and the work of a killed process since its last line. The
-                    time after a run has reached its own end is not counted
+                    which nothing ran, the work of a killed process since its last line, and the
+                    first imports. The time after a run has reached its own end is not counted
 
     goodput = steps / (sum of all six)
 """
@@ -25,32 +25,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from gptrain.checkpoints.files import append_row, read_rows
+from gptrain.checkpoints.files import Row, append_row, read_rows
 
 TIMELINE_NAME = "timeline.jsonl"
 UPDATE_S = 10.0  # longest time of one line within a phase, in seconds
 Phase = Literal["starting", "steps", "validation", "saves"]
 TIMES = ("steps", "validation", "saves", "starting", "redone", "between_starts")
-# Value of `time.time()` when the command or the job of a sweep began, until its start is recorded.
-_command_time_s: float | None = None
-
-
-def begin_command() -> None:
-    """Keep the current time for `add_start`, as the beginning of this command or sweep job."""
-    global _command_time_s
-    _command_time_s = time.time()
 
 
 def add_start(run_dir: str | Path, step: int) -> None:
     """Append the line of a new start of the run to timeline.jsonl. Call it under the run lock.
 
-    `step` is that of the checkpoint from which the run resumes, or 0. The time of the start is that
-    of the last `begin_command`, or now if an earlier start has used it. Raises an OSError.
+    `step` is that of the checkpoint from which the run resumes, or 0. Raises an OSError.
     """
-    global _command_time_s
-    begin_s = round(_command_time_s or time.time(), 3)
-    _command_time_s = None  # a later start in this process begins when it is recorded
-    append_row(Path(run_dir) / TIMELINE_NAME, {"start": step, "time": begin_s})
+    append_row(Path(run_dir) / TIMELINE_NAME, {"start": step, "time": round(time.time(), 3)})
 
 
 class Timeline:
@@ -64,17 +52,14 @@ class Timeline:
     """
 
     def __init__(self, folder: Path | None):
-        self._phase: Phase | None = None  # None: nothing is recorded
-        if folder is not None:
-            self._path = folder / TIMELINE_NAME
-            self._phase = "starting"
-            self._written_s = time.time()
+        self._path = None if folder is None else folder / TIMELINE_NAME  # None: nothing is recorded
+        self._phase: Phase = "starting"
+        self._written_s = time.time()
 
     def enter(self, phase: Phase, step: int) -> None:
         """Record that the current phase ends and `phase` begins. Does nothing after `end`."""
-        if self._phase is not None:
-            self._write(step)
-            self._phase = phase
+        self._write({"phase": self._phase, "step": step})
+        self._phase = phase
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Generator[None, None, None]:
@@ -85,32 +70,32 @@ class Timeline:
         outer = self._phase
         self.enter(phase, step)
         yield
-        if outer is not None:
-            self.enter(outer, step)
+        self.enter(outer, step)
 
     def update(self, step: int) -> None:
         """Record that the current phase continues, at most every 10 seconds. Call it often."""
-        if self._phase is not None and time.time() - self._written_s >= UPDATE_S:
-            self._write(step)
+        if time.time() - self._written_s >= UPDATE_S:
+            self.enter(self._phase, step)
 
     def end(self, step: int) -> dict[str, float]:
         """Record that the run has reached its own end, and return what `measure` returns.
 
         Later calls of any method do nothing. {} without a folder, or if lines have another form.
         """
-        if self._phase is None:
+        if self._path is None:
             return {}
-        self._write(step)
-        self._phase = None
-        append_row(self._path, {"end": step, "time": self._written_s})
+        self.enter(self._phase, step)
+        self._write({"end": step})
+        rows, self._path = read_rows(self._path), None
         with suppress(LookupError, TypeError, OverflowError):  # a row that no run has written
-            return measure(read_rows(self._path))
+            return measure(rows)
         return {}
 
-    def _write(self, step: int) -> None:
-        """Append a line with the time of the current phase since the last line."""
+    def _write(self, row: Row) -> None:
+        """Append a row with the current time."""
         self._written_s = round(time.time(), 3)
-        append_row(self._path, {"phase": self._phase, "step": step, "time": self._written_s})
+        if self._path is not None:
+            append_row(self._path, {**row, "time": self._written_s})
 
 
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -129,11 +114,10 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             seconds["between_starts"] += interval_s
             seconds["redone"] += sum(s for step, s in kept if step > row["start"])
             kept = [(step, s) for step, s in kept if step <= row["start"]]
+        elif row.get("phase") == "steps":
+            kept.append((row["step"], interval_s))
         elif "phase" in row:
-            if row["phase"] == "steps":
-                kept.append((row["step"], interval_s))
-            else:
-                seconds[row["phase"]] += interval_s
+            seconds[row["phase"]] += interval_s
         last_s = None if "end" in row else row["time"]
     seconds["steps"] = sum(s for _, s in kept)
     if not seconds["steps"]:

@@ -25,7 +25,6 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints.status import write_status
-from gptrain.checkpoints.timeline import begin_command
 from gptrain.config.checks import check
 from gptrain.config.compose import compose_words, open_hydra
 from gptrain.config.from_run import expand, is_left_out
@@ -87,7 +86,6 @@ def run_command(
         defaults: Default values of the additional keys.
         usage: Text with which `--help` begins, usually the docstring of the command's file.
     """
-    begin_command()
     parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", help="of the config: key=value")
     parser.add_argument("--help", "-h", action="store_true", help="show all choices")
@@ -204,7 +202,6 @@ def run_job(job: Job, schema: type[RunConfig], codes: list[int], cfg: DictConfig
     Its exit code is appended to `codes`. A job that has finished earlier is not run again. Sweepers
     and launchers other than the basic ones get a JobFailedError after a failure.
     """
-    begin_command()
     locations.enter()  # the job may run in a process on another machine
     node: Any = HydraConfig.get()
     folder, typed = Path(node.runtime.output_dir), node.overrides.task

@@ -130,8 +130,8 @@ class RunError(Exception):
     has a `code`.
 
     Attributes:
-        code: Exit code of the command or the run. 70 unless a subclass or an instance sets another.
-        cause: Kind of the ending in status.json. "error" unless a subclass sets another.
+        code: Exit code of the command or the run. 70 unless a subclass or an instance sets it.
+        cause: Kind of the ending in status.json. "error" unless a subclass or an instance sets it.
     """
 
     code = FAILED
@@ -222,7 +222,7 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
     """
     message = first_line(error)
     rank = getattr(error, "rank", None)
-    cause: str = getattr(type(error), "cause", "")
+    cause: str = getattr(error, "cause", "") if hasattr(type(error), "cause") else ""
     if cause and (code := getattr(error, "code", None)):
         is_told = isinstance(error, ConfigError) or code == PREEMPTED
         return Ending(code, cause, str(error) if is_told else f"error: {message}", rank=rank)

@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.status import NonFiniteError, RefusedStepError, SpikeError
+from gptrain.checkpoints.status import RefusedStepError
 from gptrain.core import labels
 from gptrain.core.errors import DataError
 from gptrain.core.precision import find_precision
@@ -186,11 +186,11 @@ class StepGuard:
         if is_spike or self._is_scaled or self.on_nonfinite == "skip":
             message += f"; {self.max_skips} steps in a row were skipped (max_skips)"
         if is_spike:
-            return SpikeError(message, step)
+            return RefusedStepError(message, step, "spike")
         hint = "ckpt_path=last trainer.detect_anomaly=true, which names the operation"
         if self._is_scaled:
             hint = "trainer.precision=bf16-mixed, because the scaled gradients overflow fp16"
-        return NonFiniteError(f"{message}; try: {hint}", step)
+        return RefusedStepError(f"{message}; try: {hint}", step, "nonfinite")
 
     def _samples(self, step: int) -> str:
         """Return the samples of a step for a message, or "" if they are not known."""

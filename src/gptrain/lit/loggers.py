@@ -70,7 +70,7 @@ class JsonLinesLogger(Logger):
         """
         rows = [row for row in files.read_rows(self._path) if isinstance(row.get(STEP), int)]
         rows = [row for row in rows if row[STEP] <= step]
-        files.replace(self._path, b"".join(map(files.encode, rows)))
+        files.replace(self._path, b"".join(files.to_json(row, indent=None) for row in rows))
         self._last_row = rows[-1] if rows else {}
 
 

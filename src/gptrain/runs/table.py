@@ -87,7 +87,7 @@ def read_run(folder: Path) -> RunRecord:
     else:
         facts, newest = status, CheckpointStore(folder / CHECKPOINTS_NAME).newest()
         with suppress(DamagedCheckpointError):
-            facts = read_manifest(newest) if newest else status
+            facts = read_manifest(newest).model_dump() if newest else status
         ended = "running" if is_running else status.get("cause", "lost")
         detail = str(status.get("message", "")).removeprefix("error: ")
     metrics = _finite(facts.get("metrics", {}))

@@ -236,8 +236,8 @@ def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> R
     checkpoint = find_checkpoint(cfg, lock)
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     if cfg.task == "fit" and not cfg.trainer.fast_dev_run:
-        add_start(cfg.run_dir, read_manifest(checkpoint)["step"] if checkpoint else 0)
-    status.clear_status(cfg.run_dir)
+        add_start(cfg.run_dir, read_manifest(checkpoint).step if checkpoint else 0)
+    (Path(cfg.run_dir) / status.STATUS_NAME).unlink(missing_ok=True)  # of an earlier start
     keep_config(cfg)
     locations.report_to_fit(folder=str(cfg.run_dir))
     return cfg

@@ -23,7 +23,7 @@ from gptrain.lit.lightning import (
     loop_state_after,
     strategy_of,
 )
-from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, gather, wait_for_rank_0
+from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, wait_for_rank_0
 
 # Number of parameters. A smaller net is saved in less than 0.2 s, and before the next step.
 _BACKGROUND_PARAMETERS = 1 << 22
@@ -94,7 +94,7 @@ class Checkpoints(Checkpoint):
         self._loaded = {key: checkpoint[key] for key in resume.STATE}
         step = self.saved_step = checkpoint["global_step"]
         path = Path(str(trainer.ckpt_path))
-        metrics = from_rank_0(read_manifest(path)["metrics"] if trainer.is_global_zero else {})
+        metrics = from_rank_0(read_manifest(path).metrics if trainer.is_global_zero else {})
         self._only_validates = (
             step == trainer.max_steps and trainer.enable_validation and not metrics
         )
@@ -213,8 +213,6 @@ class Checkpoints(Checkpoint):
                 self.store.save,
                 step,
                 config=self.identity,
-                rank=trainer.global_rank,
-                gather=gather,
                 in_background=self.options.background and is_large and not is_last,
             )
             try:

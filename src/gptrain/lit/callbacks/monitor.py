@@ -293,7 +293,8 @@ class TrainingMonitor(Callback):
         """Vote on stopping and on saving, and apply the results of the previous vote."""
         checkpoints = self.checkpoints
         wants_save = checkpoints is not None and checkpoints.votes_to_save(trainer)
-        is_writing = checkpoints is None or not checkpoints.store.is_written
+        save = None if checkpoints is None else checkpoints.store.unfinished
+        is_writing = save is None or not save.written.done()
         votes = self._votes.ask(bool(self.guard.stop), wants_save, is_writing)
         stops, saves, is_writing = votes or (False, False, True)
         self._stopping |= stops

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.manifest import REST_NAME
+from gptrain.checkpoints.manifest import REST_NAME, Manifest
 from gptrain.checkpoints.save import Save
 from gptrain.checkpoints.tensors import MODEL, OPTIMIZER, SavedTensors, load_file
 from gptrain.parallel import state as states
@@ -93,8 +93,9 @@ class SavingStrategy(Strategy):
             self.save_to_store(tensors, checkpoint)
             return
         path, rank = Path(self.broadcast(filepath)), self.global_rank  # ty: ignore[missing-attribute]
-        manifest = {"run_id": "", "step": checkpoint["global_step"], "config": {}, "metrics": {}}
-        Save(path, manifest, tensors, checkpoint, rank=rank, gather=gather).finish()
+        save = Save(path, Manifest(run_id="", step=checkpoint["global_step"]), rank, gather)
+        save.begin(tensors, checkpoint, in_background=False)
+        save.finish()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
         """Return the state that Lightning has collected for a checkpoint.
