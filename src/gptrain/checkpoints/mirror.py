@@ -82,9 +82,9 @@ class Mirror:
     def restore(self, store: CheckpointStore) -> None:
         """Copy every intact checkpoint of the mirror into the store, which has none.
 
-        A damaged copy is logged as a warning, and its manifest in the mirror is removed, so that the
-        run copies this step again. If all copies are damaged, nothing is removed, and a ConfigError
-        is raised.
+        A damaged copy is logged as a warning, and its manifest in the mirror is removed, so that
+        the run copies this step again. If all copies are damaged, nothing is removed, and a
+        ConfigError is raised.
         """
         store.folder.mkdir(exist_ok=True)
         copies = {name: text for name, text in self._copies().items() if text}
