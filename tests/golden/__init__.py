@@ -27,6 +27,11 @@ MASKS = {
     r"(?m)^(run|\S+lr_\S+)( +\S+) .* (ended|steps done:.*)$": r"\1\2 # \3",
     r"(?m)^(through rank 0|around a ring|gloo) .*\d$": r"\1 #",
     r"left [\d:]+": "left #",
+    # What the doctor sees of a machine.
+    r"\d+ cores; try: OMP_NUM_THREADS=\d+": "# cores; try: OMP_NUM_THREADS=#",
+    r" at 0x\w+|(?<=process) \d+": "",
+    r"\d+ GPUs, port": "# GPUs, port",
+    r"(?m)^warning: /dev/shm.*\n": "",
     r"goodput # \([^)]*\)": "goodput #",  # a phase of less than 0.05 s is left out
     r"'<root>/([\w/.]+)'": r"<root>/\1",  # quoted where the path of the project has a space
     r"step-\d{8}": "step-<n>",

@@ -34,7 +34,9 @@ TRY = ("pytest", "-n", "0", "-x", "-m", "", "-p", "no:cacheprovider", "--timeout
 def run(checkout: Path, *module: str, limit_s: int = 150) -> bool:
     """Run a Python module in the checkout, and return whether it failed within the time limit."""
     paths = f"{checkout / 'src'}:{HERE}"  # the latter has the plugin
-    env = {**os.environ, "PYTHONPATH": paths, "COVERAGE_RCFILE": str(HERE / "coverage.ini")}
+    record = {"COVERAGE_RCFILE": str(HERE / "coverage.ini")}
+    record["COVERAGE_FILE"] = str(checkout / "outputs" / "coverage" / "data")  # in any folder
+    env = {**os.environ, "PYTHONPATH": paths, **record}
     # GNU timeout also ends the processes that the tests have started.
     command = ("timeout", "--kill-after=5", str(limit_s), sys.executable, "-m", *module)
     done = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
