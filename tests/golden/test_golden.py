@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -163,27 +164,23 @@ def shown(value: Any) -> Any:
     return [*map(shown, value)] if isinstance(value, Iterable) else repr(value)
 
 
-def test_what_python_returns(monkeypatch):
-    outputs()
+@pytest.mark.parametrize("rows", ["python", "results"])
+def test_what_python_returns(rows, monkeypatch):
+    if rows == "results":
+        outputs()
     monkeypatch.chdir(folder())
-    names = {
-        "gptrain": gptrain,
-        "json": json,
-        "np": np,
-        "torch": torch,
-        "read": load_file,
-        "gzip": gzip,
-    }
+    names = {"gptrain": gptrain, "json": json, "np": np, "torch": torch, "gzip": gzip}
+    names["read"] = load_file
     for module in (data, models, optim, loss, sampling):
         names |= vars(module)
     parts = []
-    for line in ROWS["python"]:
+    for line in ROWS[rows]:
         try:
             value = shown(eval(line, names))
         except Exception as error:
             value = {type(error).__name__: shown(vars(error) or str(error))}
         parts += [f">>> {line}", json.dumps(value, ensure_ascii=False), ""]
-    check("python.txt", masked("\n".join(parts), folder()))
+    check(f"{rows}.txt", masked("\n".join(parts), folder()))
 
 
 def test_a_log_is_what_is_printed():
