@@ -134,16 +134,16 @@ def test_each_choice_composes_to_the_same_config():
 def outputs() -> tuple[str, ...]:
     """Run the commands, and runs of other kinds, and return what they have printed."""
     parts = []
-    for words in ROWS["commands"]:
-        ended = answer_here(words)
-        assert ended.code == 0, ended.err
-        parts += [f"$ {words}", *ended.out, *(f"stderr: {line}" for line in ended.err), ""]
     for row in ROWS["runs"]:
         place = f"run_dir={folder()}/{row['run_dir']}"
         ended = run(*full(row["words"]).split(), place, ranks=row["ranks"])
         assert ended.code == row["code"], ended.err
         parts += [f"$ {row['words']} run_dir={row['run_dir']}", *ended.out.splitlines()]
         parts += [*(f"stderr: {line}" for line in ended.err.splitlines()), ""]
+    for words in ROWS["commands"]:
+        ended = answer_here(words)
+        assert ended.code == 0, ended.err
+        parts += [f"$ {words}", *ended.out, *(f"stderr: {line}" for line in ended.err), ""]
     return tuple(parts)
 
 
