@@ -28,6 +28,8 @@ MASKS = {
     r'(?m)^( +"(seconds|goodput|\w+_s|\w+/\w+|grad_norm|lr)": )[\d.e+-]+': r"\1#",
     r"(?m)^(through rank 0|around a ring|gloo) .*\d$": r"\1 #",
     r"left [\d:]+": "left #",
+    rf"(?<=val/loss=){NUMBER}": "#",
+    r"(?m)^stderr: W\d{4} .*\n": "",  # torch's log, which other tests may have silenced
     # What the doctor sees of a machine.
     r"\d+ cores; try: OMP_NUM_THREADS=\d+": "# cores; try: OMP_NUM_THREADS=#",
     r" at 0x\w+|(?<=process) \d+": "",
