@@ -58,11 +58,23 @@ class ProgressBar(TQDMProgressBar):
         if lengths.n_steps:
             left_s = (lengths.n_steps - step) * values["perf/step_s"]
             self._shown["left"] = timedelta(seconds=round(left_s))
-        is_due = trainer.should_stop or time.monotonic() >= self._printed_s + self.every_s
+        shown = self.get_metrics(trainer, trainer.lightning_module).items()
+        words = " · ".join(f"{name} {value}" for name, value in shown)
+        self._print("step", words.removeprefix("step "), is_due=trainer.should_stop)
+
+    def on_validation_batch_end(  # ty: ignore[invalid-method-override]
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *rest: Any
+    ) -> None:
+        """Update the bar, or print how far the validation is if a line is due."""
+        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, *rest)
+        n_batches = self.total_val_batches_current_dataloader
+        self._print("validate", f"{batch_idx + 1} of {n_batches} batches")
+
+    def _print(self, label: str, text: str, is_due: bool = False) -> None:
+        """Print a line, unless this is a terminal or the last line is younger than `every_s`."""
+        is_due |= time.monotonic() >= self._printed_s + self.every_s
         if is_due and not self._in_terminal:
-            shown = self.get_metrics(trainer, trainer.lightning_module).items()
-            words = " · ".join(f"{name} {value}" for name, value in shown)
-            log.info(labels.line("step", words.removeprefix("step ")))
+            log.info(labels.line(label, text))
             self._printed_s = time.monotonic()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
