@@ -24,7 +24,8 @@ MASKS = {
     rf"(?<=tokens/s ){NUMBER}": "#",
     rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm|my_accuracy) {NUMBER}": (r"\1 #"),
     # A table of runs: its times, and losses.
-    r"(?m)^(run|\S+lr_\S+)( +\S+) .* (ended|steps done:.*|refused:.*)$": r"\1\2 # \3",
+    r"(?m)^run .* ended$": lambda heading: " ".join(heading[0].partition("  steps ")[0].split()),
+    r"(?m)^(\S+lr_\S+)( +\S+) .* (steps done:.*|refused:.*)$": r"\1\2 # \3",
     r'(?m)^( +"(seconds|goodput|\w+_s|\w+/\w+|grad_norm|lr)": )[\d.e+-]+': r"\1#",
     r"(?m)^(through rank 0|around a ring|gloo) .*\d$": r"\1 #",
     r"left [\d:]+": "left #",
