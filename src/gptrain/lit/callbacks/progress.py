@@ -1,7 +1,6 @@
 """The progress bar: a tqdm bar in a terminal, and a line every 30 seconds without one."""
 
 import logging
-import math
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ class ProgressBar(TQDMProgressBar):
         self.every_s = every_s
         self._in_terminal = sys.stdout.isatty()
         self._shown: dict[str, Any] = {}  # name -> value of the last logged step
-        self._printed_s = -math.inf  # time of the last printed line
+        self._printed_s = time.monotonic()  # time of the last printed line
         if not self._in_terminal:
             self.disable()
         # The default lock of tqdm is a multiprocessing semaphore, which a killed rank would leak.
@@ -50,6 +49,7 @@ class ProgressBar(TQDMProgressBar):
                 shown.
         """
         lengths, step = data_of(trainer).lengths, trainer.global_step
+        is_due = trainer.should_stop or not self._shown  # the last or the first step
         self._shown = {"step": f"{step}/{lengths.n_steps}" if lengths.n_steps else step}
         if "train/loss" in values:
             self._shown["train/loss"] = f"{float(values['train/loss']):.4f}"
@@ -60,7 +60,7 @@ class ProgressBar(TQDMProgressBar):
             self._shown["left"] = timedelta(seconds=round(left_s))
         shown = self.get_metrics(trainer, trainer.lightning_module).items()
         words = " · ".join(f"{name} {value}" for name, value in shown)
-        self._print("step", words.removeprefix("step "), is_due=trainer.should_stop)
+        self._print("step", words.removeprefix("step "), is_due)
 
     def on_validation_batch_end(  # ty: ignore[invalid-method-override]
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *rest: Any
