@@ -143,7 +143,8 @@ def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
 
 def _check_pair(key: str, dataset: Dataset) -> None:
     """Raise a ConfigError unless the first sample is a pair that LanguageModel can train on."""
-    batch = BatchReader([dataset[0]], key).__getitems__([0])
+    source = [dataset[0]] if isinstance(dataset, StreamDataset) else dataset  # read once
+    batch = BatchReader(source, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
     tensors = [item for item in batch[:2] if isinstance(item, Tensor)] if is_pair else []
     forms = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors]

@@ -72,11 +72,13 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
     """
     path = Path(run_dir) / STATUS_NAME
     place = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%F %T %z")}
+    text = files.to_json(facts | place)
     was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
     if replace or (was_done and facts["exit_code"] != DONE):
-        path.unlink(missing_ok=True)
+        files.replace(path, text)
+        return True
     try:
-        files.write_new_file(path, [files.to_json(facts | place)])
+        files.write_new_file(path, [text])
         files.sync_folder(path.parent)
     except FileExistsError:
         return False

@@ -102,10 +102,10 @@ def run_command(
         is_expanded = CHECKED in os.environ or not schema.expands_run
         words = args.overrides if is_expanded else expand(args.overrides)
         words = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *words]
-        if args.multirun:
-            return run_sweep(job, schema, words)
         if args.help or args.cfg:
             show(parser, words, args.cfg)
+        elif args.multirun:
+            return run_sweep(job, schema, words)
         else:
             run_once(job, schema, words)
         return errors.DONE
@@ -115,7 +115,7 @@ def run_command(
 
 
 def show(parser: argparse.ArgumentParser, words: list[str], part: str | None) -> None:
-    """Print a part of the composed config, or the help if it is None."""
+    """Print the part job, hydra or all of the config of these overrides, or the help."""
     with open_hydra(words) as hydra:
         if part:
             return hydra.show_cfg("train", words, part, package=None)
@@ -132,6 +132,8 @@ def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
         if OmegaConf.select(cfg.hydra, key):
             raise ConfigError.of(f"hydra.{key}", None, "has an effect in a sweep (-m) only")
     if schema is RunConfig and this_process().rank == 0:
+        if "held" not in cfg.hydra.job_logging.get("handlers", {}):  # a file is opened at once
+            Path(cfg.hydra.runtime.output_dir).mkdir(parents=True, exist_ok=True)
         configure_log(cfg.hydra.job_logging, cfg.hydra.verbose)
     os.environ.update(cfg.hydra.job.env_set)
     job(run)

@@ -284,7 +284,7 @@ class DataConfig(OpenSection):
     def masks_documents(self) -> bool:
         """True if `documents` of the group or of a part is "masked": attention stays within one."""
         facts = flatten(self.extra)  # a mixture has keys such as parts.a.documents
-        return any(facts[key] == "masked" for key in facts if key.endswith("documents"))
+        return any(facts[key] == "masked" for key in facts if key.split(".")[-1] == "documents")
 
 
 class DataModuleConfig(DataConfig):

@@ -64,7 +64,7 @@ def read_values(path: str | Path) -> Any:
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a file that `read_values` can read.
+    """Return the mapping in a JSON file, or in a YAML file if its name ends with .yaml.
 
     A file that is missing or damaged, or that holds another value, gives {}.
     """

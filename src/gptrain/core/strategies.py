@@ -54,7 +54,10 @@ class SingleOptions(StrategyOptions, extra="forbid"):
 
 
 class DDPOptions(StrategyOptions, extra="forbid"):
-    """Options of `ddp` and `auto`, with the meaning of DistributedDataParallel's arguments."""
+    """Options of `ddp` and `auto`: arguments of DistributedDataParallel, and `comm_hook`.
+
+    `comm_hook` names the hook that is registered by `register_comm_hook`.
+    """
 
     axes = (DATA,)
     is_standard = True

@@ -100,7 +100,10 @@ class Mixture(ConcatDataset):
         return MixtureOrder(self.lengths, self.weights, seed)
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return a line with each part: share, content, and epochs in a run of `n_samples`."""
+        """Return one line for all parts: the share, then the part's own `describe`.
+
+        A part without `describe` has its length and its epochs in a run of `n_samples`.
+        """
         words = []
         for name, part in self.parts.items():
             count, length = round(n_samples * self.weights[name]), self.lengths[name]

@@ -75,7 +75,9 @@ class Samples(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return several samples: a list, or a batch that the dataset stacks itself."""
         samples = read_samples(self.samples, indices)
-        return list(map(self.in_form, samples, indices)) if self.are_dicts else samples
+        if not self.are_dicts:
+            return samples
+        return [self.in_form(*pair) for pair in zip(samples, indices, strict=True)]
 
     def in_form(self, sample: Any, index: int) -> Any:
         """Return a sample as a pair (tokens, targets) if it is a dict of Hugging Face."""
@@ -107,6 +109,12 @@ class BatchReader(Dataset):
     n_positions: int | None = None
     vocab_size: int | None = None
     seed: int = 0
+
+    def __len__(self) -> int:
+        return len_of(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return the samples of a batch as a tuple or a dict of stacked tensors.

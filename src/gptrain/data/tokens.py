@@ -152,7 +152,7 @@ def find_token_files(path: Paths, split: str = "") -> list[Path]:
 
     Indices (.idx) of Megatron are left out. Errors are those of `find_files`.
     """
-    others = [name for name in _SPLITS if split and name != split]
+    others = [name for name in _SPLITS if split in _SPLITS and name != split]
 
     def is_of_split(name: str) -> bool:
         *folders, file = name.split("/")

@@ -52,7 +52,7 @@ def export(cfg: ExportRun) -> None:
     has no record, because it does not hold that net.
 
     Args:
-        cfg: Configuration of the command. Its folder `run_dir` must exist.
+        cfg: Configuration of the command.
 
     Raises:
         ConfigError: If the net has no form in transformers or peft (exit code 2), if the checkpoint

@@ -213,8 +213,8 @@ class Loader(DataLoader):
     Attributes:
         waited_s: Seconds in which this process has waited for batches, since the loader was made.
         read_ahead: Number of batches of a group.
-        positions: Object that records the positions of a stream and takes them off the batches.
-            None for other datasets.
+        positions: Deque to which the position after each group is appended. The batches then come
+            as pairs (batch, position). None for a dataset that is no stream.
         step_targets: Number of targets of each group that was loaded in this epoch, None if
             unknown. `GPTStrategy` removes the number of a training step when the step begins.
     """

@@ -31,8 +31,7 @@ OTHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 JOB_NAME = "GPTRAIN_JOB"  # name of the run folder of a job of SLURM
-# Number of restarts, in ranks whose parent has checked the config, expanded `from_run` and printed
-# warnings.
+# Number of restarts, in ranks whose parent has expanded `from_run` and checked the config.
 CHECKED = "GPTRAIN_CHECKED"
 _START_S = time.time()  # approximate start of this process
 
@@ -61,8 +60,9 @@ def adopt_launcher() -> None:
 
     Nothing changes for a process that torchrun has started, or that is not one of several ranks: a
     shell inside a SLURM allocation is none, only a step of several tasks (srun) starts ranks
-    (pytorch-lightning#20391). Under srun `run_stamp` becomes the name of the job. For mpirun on
-    several nodes the user sets MASTER_ADDR and MASTER_PORT. Raises as `this_process`.
+    (pytorch-lightning#20391). Under srun `run_stamp` becomes `slurm-<job id>`, and
+    OMP_NUM_THREADS, unless it is set, the number of cores of a task. For mpirun on several nodes
+    the user sets MASTER_ADDR and MASTER_PORT. Raises as `this_process`.
     """
     env = os.environ
     for names in OTHERS:

@@ -119,5 +119,7 @@ class Guard:
     def _leave(self, ending: Ending) -> None:
         """Print the stacks of all threads, report an ending, and end this process."""
         faulthandler.dump_traceback(file=2)
-        self.report(ending, self.rank, self.step)
-        os._exit(ending.code)
+        try:
+            self.report(ending, self.rank, self.step)
+        finally:
+            os._exit(ending.code)

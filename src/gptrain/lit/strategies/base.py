@@ -167,7 +167,10 @@ class OneDevice(GPTStrategy, SingleDeviceStrategy):
 
 
 class ManyRanks(GPTStrategy, DDPStrategy):
-    """Trains on the ranks of a process group that exists already, as DDP if they hold full nets."""
+    """Trains on the ranks of an existing process group, as DDP if they hold full nets.
+
+    Partitioned nets have no wrapper: their `Parallel` communicates the gradients.
+    """
 
     def __init__(self, parallel: Parallel):
         super().__init__(parallel, **parallel.ddp_arguments)
