@@ -62,7 +62,7 @@ class ProgressBar(TQDMProgressBar):
         words = " · ".join(f"{name} {value}" for name, value in shown)
         self._print("step", words.removeprefix("step "), is_due)
 
-    def on_validation_batch_end(  # ty: ignore[invalid-method-override]
+    def on_validation_batch_end(  # ty: ignore[incompatible-method-override]
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *rest: Any
     ) -> None:
         """Update the bar, or print how far the validation is if a line is due."""
