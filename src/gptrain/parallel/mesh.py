@@ -60,7 +60,7 @@ def start_group(
 ) -> None:
     """Create the process group of the job, unless one exists. All ranks must call it.
 
-    The caller destroys the group (`runtime.rank.run_rank`).
+    The caller destroys the group (`runtime.launch.run_rank`).
 
     Args:
         backend: Backend of torch.distributed, for example "nccl".
