@@ -100,7 +100,11 @@ class SavedTensors:
             for name, tensor in source.items():
                 self._add(name, tensor, tensor.dtype, box_of((0,) * tensor.ndim, tensor.shape))
             return
-        for path in [source] if source.is_file() else sorted(source.glob(f"{kind}*.safetensors")):
+        paths = [source] if source.is_file() else sorted(source.glob(f"{kind}*.safetensors"))
+        for path in paths:
+            number = re.search(r"-of-(\d+)$", path.stem)  # transformers numbers its files so
+            if number and path != source and len(paths) != int(number[1]):
+                raise DamagedCheckpointError(source, f"{path.name} is one of {len(paths)} files")
             file = open_file(path)
             try:
                 places = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
