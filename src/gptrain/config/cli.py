@@ -142,14 +142,14 @@ def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
 def report(error: BaseException, debug: bool) -> int:
     """Print an exception, also to `gptrain.fit`, and return the exit code of the command."""
     if isinstance(error, JobFailedError):
-        return error.code  # its message was printed
+        return error.code  # the process of the job has printed the message
     if debug:
         traceback.print_exception(error)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else errors.DONE
     ending = ending_of(error)
     locations.report_to_fit(lines=ending.line.splitlines())
-    with suppress(ConfigError):  # damaged variables of the launcher are told by every rank
+    with suppress(ConfigError):  # every rank reports damaged variables of the launcher
         if this_process().rank > 0:
             if ending.code == errors.BAD_CONFIG:
                 time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank has failed
