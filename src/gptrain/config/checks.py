@@ -100,7 +100,7 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
         message = "the schedule decays until the last step, which is not known"
         yield problem(run, "scheduler.total_steps", message, "scheduler=warmup_constant")
     is_path = run.ckpt_path not in (None, "last", "best")
-    if is_path and run.init_from and not run.from_run:  # otherwise the path may be of the earlier run
+    if is_path and run.init_from and not run.from_run:  # else the path may be of the earlier run
         message = "excludes a path in ckpt_path: a run has one source of its first weights"
         yield problem(run, "init_from", message, "ckpt_path=last")
 
