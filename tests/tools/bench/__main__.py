@@ -84,6 +84,7 @@ def bench(cfg: BenchRun) -> None:
 
     overrides = typed_words()
     folder = Path(cfg.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     if cfg.target_loss is not None:
         results = target.race(cfg, overrides)
         facts = {"target_loss": cfg.target_loss, "configs": results}
