@@ -222,16 +222,15 @@ def find_weights(
 def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
     """Load weights from files into a net, which may be partitioned, in place.
 
-    All ranks must call this function if the net is partitioned over a pipeline. Otherwise it uses
-    no collective: each rank reads its own part of the files.
+    It uses no collective: each rank reads its own part of the files.
 
     Args:
         net: Net, or the part of it that this rank holds.
         path: Result of `find_weights`: a checkpoint's folder, a file that Lightning saved, the
             weights of transformers in one file or the index of several, or a safetensors file with
             the net's own names.
-        options: `strict`, `resizes` and `stages` of `load_net_state`. By default names and shapes
-            must be the same, and the net has no stages.
+        options: `strict`, `resizes` and `full_net` of `load_net_state`. By default names and shapes
+            must be the same, and this rank holds all tensors of the net.
 
     Returns:
         Phrases about what was loaded in part or not at all. Empty if everything was loaded.
@@ -245,10 +244,8 @@ def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
     return states.load_net_state(net, state, **options)
 
 
-def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stages) -> None:
+def start_from(cfg: RunConfig, source: str, net: nn.Module, full_net: nn.Module) -> None:
     """Load weights into the net of a new run, in place, and log what was left out.
-
-    All ranks must call this function.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
     initialized. With `init_strict=false` only tensors with the name and shape of the net's are
@@ -258,6 +255,7 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stage
         source: Value of `init_from`: anything that `find_weights` takes. Of a run folder, it is the
             best checkpoint by `checkpoint.monitor` of `cfg`.
         net: Net as the strategy has partitioned it.
+        full_net: Net before it was partitioned.
 
     Raises:
         ConfigError: If the weights are missing (exit code 66), damaged or do not fit (65).
@@ -266,7 +264,7 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: states.Stage
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with as_config_errors(cfg, "init_from", BAD_DATA, misfit):
         path = find_weights(source, "best", cfg.checkpoint.monitor, cfg.checkpoint.mode)
-        notes = load_weights(net, path, strict=cfg.init_strict, resizes=True, stages=stages)
+        notes = load_weights(net, path, strict=cfg.init_strict, resizes=True, full_net=full_net)
     log.info(labels.line("start", f"from the weights of {path}"))
     for note in notes:
         log.warning("warning: init_from: %s", note)

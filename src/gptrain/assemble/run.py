@@ -184,7 +184,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         if "train" in read_as_pairs(module_type) and has_documents(sample):
             check_layout(net, len(sample[0]))
         if checkpoint is None and cfg.init_from is not None:
-            start_from(cfg, str(cfg.init_from), net, strategy.parallel.stages)
+            start_from(cfg, str(cfg.init_from), net, strategy.full_net)
         torch.manual_seed(cfg.seed + 1)  # TrainingMonitor adds the rank once the parts are set up
         module = build_module(cfg, net, lengths, val)
         trainer = build_trainer(cfg, devices, strategy, lengths, guard, train)

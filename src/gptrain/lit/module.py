@@ -19,7 +19,7 @@ from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, s
 from gptrain.models.attention import layout_argument
 from gptrain.parallel.base import Batch, Parallel
 from gptrain.parallel.requirements import Net
-from gptrain.parallel.state import named_parameters
+from gptrain.parallel.state import reshard
 
 
 class LanguageModel(pl.LightningModule):
@@ -210,7 +210,8 @@ class LanguageModel(pl.LightningModule):
         A tied parameter appears once, under its first name. There is no communication. Frees full
         weights that FSDP has gathered.
         """
-        return named_parameters(self.net, self._parallel().stages)
+        reshard(self.net)
+        return dict(self.net.named_parameters())
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer of the config group `optimizer` for the parameters of a module.

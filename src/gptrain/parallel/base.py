@@ -36,7 +36,6 @@ from torch.optim import SGD, Adagrad, Optimizer
 from gptrain.core.strategies import (
     CONTEXT,
     DATA,
-    PIPELINE,
     STRATEGIES,
     TENSOR,
     ParallelDims,
@@ -57,7 +56,7 @@ from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.context import apply_context_parallel, part_layout
-from gptrain.parallel.data_parallel import apply_fsdp, ddp_arguments, watch_use
+from gptrain.parallel.data_parallel import apply_fsdp, watch_use
 from gptrain.parallel.gradients import check_use, clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import IncompatibleModelError, Net
@@ -105,7 +104,6 @@ class Parallel:
             under `single`.
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
             a sequence.
-        ddp_arguments: Keyword arguments of DistributedDataParallel. Empty if it is not used.
         data_group: Group of this rank and the ranks that read other samples of the same step. None
             under `single`.
         step_mean: Divisor of the losses. `GPTStrategy` sets it inside of training_step. None
@@ -115,9 +113,8 @@ class Parallel:
         may_skip_parameters: True if a rank's backward pass may leave out parameters that another
             rank uses, as in a net of the user. `build_strategy` sets it.
         is_pipeline: True if no rank can call the net, and `mean_loss` also computes the gradients.
-        n_stages: Number of pipeline stages, 1 without a pipeline.
         microbatches: Number of parts into which a pipeline divides a batch, 1 without a pipeline.
-        stages: Stages of the pipeline, as the functions of `parallel.state` need them.
+        stage_group: Group of the ranks of the pipeline. None without a pipeline.
     """
 
     options: Any = field(default_factory=partial(default_options, "single"))
@@ -131,23 +128,20 @@ class Parallel:
     forward_only = False
     may_skip_parameters = False
     is_pipeline = False
-    n_stages = 1
     microbatches = 1
-    stages = state.NO_STAGES
+    stage_group: dist.ProcessGroup | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.weights_device = "cpu" if getattr(self.options, "cpu_offload", False) else self.device
         self.name = strategy_name(self.options.name, self.dims.world_size)
         self.axes = STRATEGIES[self.name].axes
         self._shards = isinstance(self.options, ShardedOptions)
-        self.is_partitioned = self._shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})
+        self.is_partitioned = self._shards or not {DATA}.issuperset(self.axes)
         self._mesh = build_mesh(self.device.type, self.dims) if self.axes else None
         mesh = cast(DeviceMesh, self._mesh)
         self._shard_mesh = build_shard_mesh(mesh, self.dims) if self._shards else None
         self.data_group = self._group_along(DATA)
-        is_ddp = self.axes == (DATA,) and not self._shards
-        self.ddp_arguments = ddp_arguments(self.options) if is_ddp else {}
-        if is_ddp:  # DDP's own group, without another communicator
+        if self.axes and not self.is_partitioned:  # DDP's own group, without another communicator
             self.data_group = dist.group.WORLD
         # Ranks that average their gradients: those of the data and the context axes.
         is_shared = CONTEXT in self.axes and self._shard_mesh is not None
@@ -160,16 +154,6 @@ class Parallel:
         """Return this rank's group along an axis of the mesh, such as "data"; None if `single`."""
         return None if self._mesh is None else self._mesh.get_group(axis)
 
-    def compile_loss(self) -> None:
-        """Compile the cross entropy of the chunked loss. Call it before the first loss is computed.
-
-        Does nothing on a device other than CUDA, where it would be slower, and if tensor ranks
-        divide the vocabulary.
-        """
-        if self.device.type == "cuda" and TENSOR not in self.axes:
-            compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
-            self._chunked_loss = partial(chunked_next_token_loss, cross_entropy=compiled)
-
     # Partitioning, while the net is built
 
     def partition(self, net: Net, activation_checkpointing: str, compile: str) -> None:
@@ -178,7 +162,7 @@ class Parallel:
         Args:
             net: Net that `check_fit` has accepted, with its weights or on the meta device.
             activation_checkpointing: Mode of `apply_activation_checkpointing`.
-            compile: Mode of `apply_compile`.
+            compile: Mode of `apply_compile`. Any but "none" also compiles the loss on CUDA.
 
         Raises:
             IncompatibleModelError: As in `apply_activation_checkpointing`.
@@ -188,6 +172,10 @@ class Parallel:
         apply_compile(net, compile)
         if self._shard_mesh is not None:
             apply_fsdp(net, self._shard_mesh, self.options, self.precision)
+        # On a CPU the compiled cross entropy is slower. A divided vocabulary has its own loss.
+        if compile != "none" and self.device.type == "cuda" and TENSOR not in self.axes:
+            compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
+            self._chunked_loss = partial(chunked_next_token_loss, cross_entropy=compiled)
 
     def _split(self, net: Net) -> None:
         """Split layers and sequences in place, before activation checkpointing and compile."""

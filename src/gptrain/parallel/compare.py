@@ -38,8 +38,8 @@ from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.base import Batch, Parallel, net_logits
 from gptrain.parallel.mesh import from_rank_0, gather
-from gptrain.parallel.placement import local_shard, make_net_on, shard_like
-from gptrain.parallel.requirements import IncompatibleModelError, tied_names
+from gptrain.parallel.placement import full_tensor, make_net_on
+from gptrain.parallel.requirements import IncompatibleModelError
 
 log = logging.getLogger(__name__)
 
@@ -158,10 +158,6 @@ class Comparison:
         except Exception as error:  # a user's net can raise anything
             raise self._error(_first_cause(error)) from error
         found = ({_LOGITS: torch.cat(chunks)} if chunks else {}) | self._gradients(net)
-        for name, parameter in self._parameters(net).items():
-            if (full := expected.get(_GRADIENT + name)) is not None:
-                shard = shard_like(full.to(parameter.device), parameter)
-                expected[_GRADIENT + name] = local_shard(shard)
         # The last stage of a pipeline has the logits.
         if text := _first(reversed(gather(_first_difference(expected, found)))):
             raise self._error(text)
@@ -202,18 +198,14 @@ class Comparison:
         _seed()
         return net
 
-    def _parameters(self, net: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of a net by their first names in the full net, the last first."""
-        first_names = tied_names(self.full_net)
-        return {first_names.get(n, n): p for n, p in reversed([*net.named_parameters()])}
-
     def _gradients(self, net: nn.Module) -> _Tensors:
-        """Return this rank's shards of the gradients by name. A missing one counts as zeros."""
-        return {
-            _GRADIENT + name: local_shard(torch.zeros_like(p) if p.grad is None else p.grad)
-            for name, p in self._parameters(net).items()
-            if p.requires_grad
-        }
+        """Return the full gradients by name, the last first. A missing one counts as zeros."""
+        gradients: _Tensors = {}
+        for name, parameter in reversed([*net.named_parameters()]):
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients[_GRADIENT + name] = full_tensor(gradient.to(self.parallel.device))
+        return gradients
 
     def _error(self, difference: str) -> IncompatibleModelError:
         """Return the error of a net that the strategy would not train as it is."""
@@ -225,13 +217,11 @@ class Comparison:
 def _first_difference(expected: _Tensors, found: _Tensors) -> str:
     """Return "<name> differs" for the first tensor in `found` that is not as expected, or ""."""
     tolerance = _TOLERANCES[torch.get_default_dtype()]
-    pairs = {name: (_comparable(expected[name]), _comparable(found[name])) for name in found}
-    scales = {
-        n: float(a.abs().nan_to_num().max()) if a.numel() else 0.0 for n, (a, _) in pairs.items()
-    }
-    least = 1e-2 * max((scales[n] for n in scales if n.startswith(_GRADIENT)), default=0.0)
-    for name, (a, b) in pairs.items():
-        bound = tolerance * max(scales[name], least if name.startswith(_GRADIENT) else 0.0)
+    sizes = {name: _largest(tensor) for name, tensor in expected.items()}
+    least = 1e-2 * max((sizes[n] for n in sizes if n.startswith(_GRADIENT)), default=0.0)
+    for name, tensor in found.items():
+        bound = tolerance * max(sizes[name], least if name.startswith(_GRADIENT) else 0.0)
+        a, b = _comparable(expected[name]), _comparable(tensor)
         if a.shape != b.shape or not torch.allclose(b, a, rtol=0.0, atol=bound, equal_nan=True):
             return f"{name} differs"
     return ""
@@ -253,7 +243,7 @@ def _prepare_net(net: nn.Module, parallel: Parallel) -> None:
     blocks = net._modules.get("blocks")
     n_parameters = sum(parameter.numel() for parameter in net.parameters())
     if n_parameters > _MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):
-        net.blocks = blocks[: max(2, parallel.n_stages)]
+        net.blocks = blocks[: max(2, parallel.dims.pipeline)]
     net.eval()
     if torch.get_default_dtype() == torch.float64:
         net.double()  # unlike .to(), double() keeps complex buffers
@@ -269,6 +259,11 @@ def _first_cause(error: BaseException) -> str:
 def _comparable(tensor: Tensor) -> Tensor:
     """Return a tensor on the CPU, because MPS has no float64, in a type for all numbers."""
     return tensor.detach().cpu().to(torch.complex128)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor, 0 if it is empty."""
+    return float(_comparable(tensor).abs().nan_to_num().max()) if tensor.numel() else 0.0
 
 
 def _seed() -> None:

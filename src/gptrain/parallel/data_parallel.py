@@ -5,7 +5,6 @@ arXiv:2304.11277.
 """
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -26,31 +25,28 @@ from gptrain.core.precision import find_precision
 from gptrain.core.strategies import DDPOptions, ShardedOptions, StrategyOptions
 from gptrain.parallel.requirements import Net
 
-# Argument of DistributedDataParallel that broadcasts buffers before each forward pass. torch 2.13
-# renamed the argument. GPTStrategy.synchronize_buffers does it once per step.
-_SYNC_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
+def wrap_in_ddp(
+    module: nn.Module, device_ids: list[int] | None, options: DDPOptions
+) -> DistributedDataParallel:
+    """Wrap a module in DistributedDataParallel, with the options of the strategy. Collective.
 
-def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
-    """Return the keyword arguments of DistributedDataParallel for the options of a strategy."""
-    keys = DDPOptions.model_fields.keys() - StrategyOptions.model_fields.keys() - {"comm_hook"}
-    return {key: getattr(options, key) for key in keys} | {_SYNC_BUFFERS: False}
-
-
-def build_comm_hook(name: str) -> tuple[object, Callable] | None:
-    """Return the arguments (state, hook) of register_comm_hook for a value of `strategy.comm_hook`.
-
-    Returns None for "none", which needs no hook.
+    Buffers are not broadcast in forward passes: GPTStrategy.synchronize_buffers does it once per
+    step. `device_ids` is an argument of DistributedDataParallel.
     """
-    if name == "none":
-        return None
-    if name == "powersgd":
-        return powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook
-    return None, {"bf16": _bf16_compress, "fp16": default_hooks.fp16_compress_hook}[name]
+    keys = DDPOptions.model_fields.keys() - StrategyOptions.model_fields.keys() - {"comm_hook"}
+    model = DistributedDataParallel(
+        module, device_ids, **{key: getattr(options, key) for key in keys}
+    )
+    model.broadcast_buffers = False  # torch 2.13 renamed the argument, but not this attribute
+    hooks: dict[str, tuple[Any, Callable]] = {
+        "bf16": (None, _bf16_compress),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "powersgd": (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
+    }
+    if options.comm_hook != "none":
+        model.register_comm_hook(*hooks[options.comm_hook])
+    return model
 
 
 def _bf16_compress(group, bucket):

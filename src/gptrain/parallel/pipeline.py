@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from gptrain.core.strategies import PIPELINE, count_microbatches, stage_blocks
@@ -28,7 +27,6 @@ from gptrain.models.attention import layout_argument
 from gptrain.parallel.base import Batch, Parallel
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
-from gptrain.parallel.state import Stages
 
 _CHANGED = (
     "a term of the loss or a hook has changed gradients, of which a rank has those of its stages; "
@@ -58,11 +56,10 @@ class Pipeline(Parallel):
     def __post_init__(self) -> None:
         super().__post_init__()
         mesh = cast(DeviceMesh, self._mesh)
-        self._group = mesh.get_group(PIPELINE)
+        self.stage_group = mesh.get_group(PIPELINE)
         self._rank = mesh.get_local_rank(PIPELINE)
-        self.n_stages = self.dims.pipeline
-        self._last = self.n_stages - 1
-        self.microbatches = count_microbatches(self.options.microbatches, self.n_stages)
+        self._last = self.dims.pipeline - 1
+        self.microbatches = count_microbatches(self.options.microbatches, self.dims.pipeline)
         if self._last:
             # new_subgroups_by_enumeration is collective: every rank creates the groups of all
             # pipelines, one pipeline for each rank of the data axis.
@@ -75,21 +72,14 @@ class Pipeline(Parallel):
         """Keep only this rank's stage in the net, in place. The net can no longer be called."""
         self._net = net
         self._schedule = cache(self._build_schedule)
-        self.stages = Stages(self._group, tied_names(net) if self._last else {})
-        _keep_stage(net, self._rank, self.n_stages)
+        self._tied_names = {*tied_names(net).values()} if self._last else set()
+        _keep_stage(net, self._rank, self._last)
         net.forward = net.hidden = _raise_no_full_net
-
-    def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Prepare this object and the optimizer for the steps, as `Parallel.prepare` does."""
-        super().prepare(module, optimizer)
-        shared = {*self._tied_parameters, *self._extra_parameters}
-        self._counted_on_other_stage = shared if self._rank else set()
 
     @cached_property
     def _tied_parameters(self) -> list[nn.Parameter]:
         """Parameters that both the first and the last rank hold; empty on all other ranks."""
-        names = {*self.stages.aliases, *self.stages.aliases.values()}
-        return [parameter for name, parameter in self._net.named_parameters() if name in names]
+        return [p for name, p in self._net.named_parameters() if name in self._tied_names]
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the logits (B, T, V) of a full net, by the parts that the stages run in turn."""
@@ -113,14 +103,14 @@ class Pipeline(Parallel):
             return total / divisor.to(total.dtype)
 
         before = {parameter: parameter.grad for parameter in net.parameters()}
-        for parameter in before:
-            parameter.grad = None
-        total = self._run(True, self.microbatches, batch, loss)
+        net.zero_grad()
+        total = self._run(batch, loss)
         gradients = {p: p.grad for p in before if p.grad is not None}
         for parameter, gradient in before.items():
             parameter.grad = gradient
-        anchor = torch.ones((), requires_grad=True, device=total.device)
-        return _LossWithGradients.apply(anchor, total, partial(self._add_gradients, gradients))
+        # The backward pass of the caller ends at `total`. The gradient there is a factor.
+        total.requires_grad_().register_hook(partial(self._add_gradients, gradients))
+        return total.clone()  # the caller may change a clone in place
 
     @torch.no_grad()
     def _add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
@@ -134,13 +124,15 @@ class Pipeline(Parallel):
             parameter.grad = gradient
         self._seen = self._versions()
 
+    @torch.no_grad()
     def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the sum of the losses in nats of a batch, without gradients. Collective.
 
         The result is a scalar, the same on all ranks of the pipeline.
         """
-        return self._evaluate(batch, partial(self.head_loss, net, options=options))
+        return self._run(batch, partial(self.head_loss, net, options=options))
 
+    @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what `Parallel.logits` yields, on the last stage only. All ranks must iterate."""
         outputs: list[tuple[Tensor, Tensor]] = []
@@ -149,7 +141,7 @@ class Pipeline(Parallel):
             outputs.append((hidden, targets))
             return hidden.new_zeros(())
 
-        self._evaluate(batch, keep)
+        self._run(batch, keep)
         for hidden, microbatch_targets in outputs:
             yield from logits_in_chunks(hidden, net.head, microbatch_targets)
 
@@ -160,13 +152,8 @@ class Pipeline(Parallel):
         tensors come to the device of each rank.
         """
         value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self._rank == self._last else None]
-        dist.broadcast_object_list(value, group=self._group, group_src=self._last)
+        dist.broadcast_object_list(value, group=self.stage_group, group_src=self._last)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
-
-    @torch.no_grad()
-    def _evaluate(self, batch: Batch, loss: _Loss) -> Tensor:
-        """Return the sum of `loss`, on the last stage, over the microbatches, without gradients."""
-        return self._run(False, gcd(len(batch.tokens), self.microbatches), batch, loss)
 
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass. Collective.
@@ -186,8 +173,9 @@ class Pipeline(Parallel):
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip the gradients of all stages, as in `Parallel.measure_and_clip`. Collective."""
-        counted = self._counted_on_other_stage
-        norm = clip_grad_norm(parameters, max_norm, self._group, counted)
+        shared = (*self._tied_parameters, *self._extra_parameters)
+        counted_on_other_stage = {*shared} if self._rank else set()
+        norm = clip_grad_norm(parameters, max_norm, self.stage_group, counted_on_other_stage)
         self._seen = self._versions()
         return norm
 
@@ -205,9 +193,15 @@ class Pipeline(Parallel):
         parameters = ((p, p.grad) for p in self._net.parameters())
         return {p: (id(grad), grad._version) for p, grad in parameters if grad is not None}
 
-    def _run(self, training: bool, microbatches: int, batch: Batch, loss: _Loss) -> Tensor:
-        """Run a schedule and return the sum of `loss` over the microbatches, on every rank."""
+    def _run(self, batch: Batch, loss: _Loss) -> Tensor:
+        """Run a schedule and return the sum of `loss` over the microbatches, on every rank.
+
+        With gradients enabled it also runs the backward passes.
+        """
         tokens, targets, documents = batch
+        training = torch.is_grad_enabled()
+        # An evaluation may have a batch that is not divisible by the number of microbatches.
+        microbatches = self.microbatches if training else gcd(len(tokens), self.microbatches)
         schedule = self._schedule(training, microbatches, tokens.shape, tokens.device)
         self._loss = loss
         losses: list[Tensor] = []
@@ -222,7 +216,7 @@ class Pipeline(Parallel):
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
         for loss_of_part in losses:
             total += loss_of_part.detach()
-        dist.broadcast(total, group=self._group, group_src=self._last)
+        dist.broadcast(total, group=self.stage_group, group_src=self._last)
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, shape: Any, device: torch.device):
@@ -232,25 +226,11 @@ class Pipeline(Parallel):
         # microbatches.
         name = self.options.schedule if training else "gpipe"
         return get_schedule_class(name)(  # get_schedule_class ignores case
-            PipelineStage(stage, self._rank, self.n_stages, device, group=self._group),
+            PipelineStage(stage, self._rank, self._last + 1, device, group=self.stage_group),
             microbatches,
             loss_fn=lambda hidden, targets: self._loss(hidden, targets),
             scale_grads=False,
         )
-
-
-class _LossWithGradients(torch.autograd.Function):
-    """Return a loss whose gradients the schedule has already computed."""
-
-    @staticmethod
-    def forward(ctx, anchor, total, add_gradients):
-        ctx.add_gradients = add_gradients
-        return total.clone()
-
-    @staticmethod
-    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # there is one output
-        ctx.add_gradients(grad)
-        return None, None, None
 
 
 class _Stage(nn.Module):
@@ -276,17 +256,29 @@ class _Stage(nn.Module):
             return self.net.norm(x) if self.is_last else x
 
 
-def _keep_stage(net: Net, stage: int, n_stages: int) -> None:
-    """Remove from a net, in place, all layers that do not belong to a stage, and keep all names."""
+def _keep_stage(net: Net, stage: int, last: int) -> None:
+    """Remove from a net, in place, all layers that do not belong to a stage, and keep all names.
+
+    The first and the last stage keep a weight that they share, under both of its names.
+    """
     blocks = list(net.blocks)
-    kept = stage_blocks(stage, n_stages, len(blocks))
+    shared = {name: net.get_parameter(name) for name in tied_names(net).values()}
+    kept = stage_blocks(stage, last + 1, len(blocks))
     net.blocks = nn.ModuleDict({str(i): blocks[i] for i in kept})
     names = [name for name, _ in net.named_children() if name != "blocks"]
     names += [name for name, _ in net.named_parameters(recurse=False)]
     for name in names:
-        owner = n_stages - 1 if name in ("norm", "head") else 0
+        owner = last if name in ("norm", "head") else 0
         if stage != owner:
             setattr(net, name, None)
+    for name, parameter in shared.items() if stage in (0, last) else ():
+        *path, key = name.split(".")
+        layer = net
+        for part in path:  # layers of which this stage has the weight only
+            if getattr(layer, part, None) is None:
+                setattr(layer, part, nn.Module())
+            layer = getattr(layer, part)
+        layer.register_parameter(key, parameter)
 
 
 def _raise_no_full_net(*_) -> NoReturn:

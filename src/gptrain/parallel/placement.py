@@ -54,13 +54,11 @@ def make_net_on(
             net = make_net()
         partition(net)
         return net.to(device)
-    # Looked up before the partition: afterwards this rank may lack the first name of a tied weight.
-    first_names = tied_names(net)
     partition(net)
     allocate(net, device)
     for name, parameter in net.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype)
-        cast(Any, net).init_parameter(first_names.get(name, name), full)
+        cast(Any, net).init_parameter(name, full)
         _copy_from_full(parameter, full)
     return net
 
@@ -86,17 +84,11 @@ def _copy_from_full(target: Tensor, full: Tensor) -> None:
     local_shard(target).copy_(local_shard(full))
 
 
-def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """Return a copy of a full tensor that is sharded like a parameter, without communication.
-
-    All ranks pass the same tensor, of the shape of the parameter and on the same type of device. It
-    keeps its dtype. A parameter that is no DTensor gives a copy of the full tensor.
-    """
-    sharded = torch.empty_like(parameter.detach(), dtype=full.dtype)
-    _copy_from_full(sharded, full)
-    return sharded
-
-
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, on whose mesh it is collective, or a plain tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

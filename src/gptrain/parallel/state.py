@@ -3,18 +3,20 @@
 Names and shapes are those of the unpartitioned net. Each rank saves the tensors or shards that it
 holds, and reads the part that it needs. The argument `parameters` of these functions maps the names
 to parameters: those of the net, and those of the module outside `net`, which every rank holds in
-full. The argument `stages` describes the pipeline over which the net is partitioned.
+full.
 """
 
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from gptrain.checkpoints.tensors import SavedTensors
 from gptrain.parallel.mesh import gather
@@ -28,22 +30,6 @@ EXTRA_PREFIX = "module."
 NET = "net."
 _TABLE = "position_embedding"  # role in tensor_plan
 _SHOWN = 8  # largest number of names in a message. A net of another width differs in every tensor
-
-
-class Stages(NamedTuple):
-    """Ranks that hold the stages of a pipeline, and the names of tied parameters.
-
-    Attributes:
-        group: Group of the ranks of the pipeline. None under a strategy without stages.
-        aliases: Further name of a tied parameter -> its first name, both in the full net. The stage
-            of the head holds the parameter only under the further name.
-    """
-
-    group: dist.ProcessGroup | None = None
-    aliases: Mapping[str, str] = {}
-
-
-NO_STAGES = Stages()
 
 
 def saved_name(name: str) -> str:
@@ -60,49 +46,29 @@ def module_name(name: str) -> str:
 
 
 def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module outside its `net`, by their names in the module.
-
-    These are all parameters if the module has no `net` that is an nn.Module.
-    """
-    net = getattr(module, "net", None)
-    net_parameters = set(net.parameters()) if isinstance(net, nn.Module) else set()
-    return {name: p for name, p in module.named_parameters() if p not in net_parameters}
+    """Return the parameters of a module outside its `net`, by their names in the module."""
+    return {name: p for name, p in module.named_parameters() if not name.startswith(NET)}
 
 
-def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return the parameters of the net that this rank holds, by their names in a checkpoint.
+def saved_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return all parameters of a module that this rank holds, by their names in a checkpoint.
 
     A tied parameter appears once, under its first name. There is no communication. Frees the full
     weights that FSDP has gathered.
-
-    Args:
-        net: Net, full or as the strategy has partitioned it.
-        stages: `Parallel.stages` of the strategy. The default is for any net but a pipeline's.
     """
-    _reshard(net)
-    return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
-
-
-def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return all parameters of a module that this rank holds, by their names in a checkpoint.
-
-    These are those of `named_parameters` for its `net`, and those outside of the net. A module
-    without a net has only the latter.
-    """
-    net, extra = getattr(module, "net", None), named_extra_parameters(module)
-    named = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
-    return named | {f"{EXTRA_PREFIX}{name}": parameter for name, parameter in extra.items()}
+    reshard(module)
+    return {saved_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def optimizer_state(
-    parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
+    parameters: Parameters, optimizer: Optimizer, stage_group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Return the optimizer's state by parameter names. All ranks of a pipeline must call it.
 
     Args:
         parameters: All parameters of this rank, by their names in a checkpoint.
         optimizer: Optimizer of the run.
-        stages: Stages of the pipeline.
+        stage_group: Ranks of the pipeline. None without a pipeline.
 
     Returns:
         tensors: Name and kind, such as `head.weight.exp_avg`, -> tensor or shard of this rank.
@@ -113,11 +79,9 @@ def optimizer_state(
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`.
     """
-    names = _names(parameters, optimizer)
     groups = [
-        {key: _plain(value) for key, value in options_of(group).items()}
-        | {"params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        {**tree_map_only(Tensor, _plain, options_of(group)), "params": names}
+        for group, names in zip(optimizer.param_groups, _names(parameters, optimizer), strict=True)
     ]
     tensors: dict[str, Tensor] = {}
     values: _Values = {}
@@ -127,17 +91,13 @@ def optimizer_state(
                 tensors[f"{name}.{kind}"] = value
             else:
                 values.setdefault(name, {})[kind] = value
-    stage_values, stage_groups = zip(*_over_stages((values, groups), stages), strict=True)
+    own = (values, groups)
+    stages = [own] if stage_group is None else gather(own, stage_group)
     return {
         "tensors": tensors,
-        "values": {name: kinds for part in stage_values for name, kinds in part.items()},
-        "param_groups": [group for part in stage_groups for group in part],
+        "values": {name: kinds for values, _ in stages for name, kinds in values.items()},
+        "param_groups": [group for _, groups in stages for group in groups],
     }
-
-
-def _over_stages(value: Any, stages: Stages) -> list[Any]:
-    """Gather a picklable value of each stage. Without a pipeline the list holds `value` only."""
-    return [value] if stages.group is None else gather(value, stages.group)
 
 
 @torch.no_grad()
@@ -145,23 +105,23 @@ def load_net_state(
     net: nn.Module,
     source: SavedTensors,
     *,
+    full_net: nn.Module | None = None,
     strict: bool = True,
     resizes: bool = False,
-    stages: Stages = NO_STAGES,
     is_module: bool = False,
 ) -> list[str]:
     """Copy this rank's part of a checkpoint into the net, or into a LightningModule, in place.
 
-    All ranks must call this function if the net is partitioned over a pipeline.
+    It is not collective.
 
     Args:
         net: Net as the strategy has partitioned it, or LightningModule with it.
         source: Tensors by their names in a checkpoint.
+        full_net: Net before it was partitioned. None if this rank has all of it in `net`.
         strict: Raise an error if names or shapes differ. False loads the tensors whose name and
             shape match.
         resizes: Also load tables of learned positions with another number of positions: all saved
             positions into a longer table, and, if not strict, the first ones into a shorter table.
-        stages: Stages of the pipeline.
         is_module: True if `net` is a LightningModule. Otherwise tensors whose names begin with
             EXTRA_PREFIX, which are outside of its net, are left out.
 
@@ -172,28 +132,26 @@ def load_net_state(
     Raises:
         ValueError: If `strict` is true and names or shapes differ. It names the first of them.
     """
-    shapes = {n: s for n, s in source.shapes.items() if is_module or not n.startswith(EXTRA_PREFIX)}
-    _reshard(net)
-    state, further = net.state_dict(), tied_names(net)
-    names = {name: saved_name(name) if is_module else name for name in state}
-    tensors = {stages.aliases.get(s, s): state[n] for n, s in names.items() if n not in further}
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    tables = _find_tables(net, own, shapes) if resizes else {}
-    parts = _over_stages((own, tables, [*names.values()]), stages)
-    all_own = {name: shape for part, _, _ in parts for name, shape in part.items()}
-    all_tables = {name: dim for _, part, _ in parts for name, dim in part.items()}
-    all_names = {*all_own, *(name for _, _, names in parts for name in names)}  # also of tied ones
-    differing, notes = _compare(all_own, shapes, all_tables, strict)
-    differing += [f"{name} only in the net" for name in all_own if name not in shapes]
-    differing += [f"{name} only in the checkpoint" for name in shapes if name not in all_names]
+    full_net = net if full_net is None else full_net
+    saved = {n: s for n, s in source.shapes.items() if is_module or not n.startswith(EXTRA_PREFIX)}
+    reshard(net)
+    state = net.state_dict()
+    held = {saved_name(name) if is_module else name: tensor for name, tensor in state.items()}
+    # A stage of a pipeline holds some of the tensors. A tied one is saved under its first name.
+    tensors, further = full_net.state_dict() | held, tied_names(full_net)
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in further}
+    tables = _find_tables(full_net, own, saved) if resizes else {}
+    differing, notes = _compare(own, saved, tables, strict)
+    differing += [f"{name} only in the net" for name in own if name not in saved]
+    differing += [f"{name} only in the checkpoint" for name in saved if name not in tensors]
     if len(differing) > _SHOWN:
         differing[_SHOWN:] = [f"and {len(differing) - _SHOWN} more"]
     if differing:
         notes.append(f"not loaded: {'; '.join(differing)}")
     if strict and differing:
         raise ValueError("; ".join(differing))
-    is_table = {name for name, dim in tables.items() if dim is not None}
-    source.read({n: t for n, t in tensors.items() if shapes.get(n) == own[n] or n in is_table})
+    read = {n for n, s in own.items() if saved.get(n) == s or tables.get(n) is not None}
+    source.read({name: tensor for name, tensor in held.items() if name in read})
     if is_module:  # the state dict of a torchmetrics metric does not share its memory
         extra = {name: t for name, t in state.items() if not name.startswith(NET)}
         net.load_state_dict(extra, strict=False)
@@ -263,7 +221,6 @@ def load_optimizer_state(
         ValueError: If a parameter of the optimizer has no name in `parameters`, or if parameters
             that are in one group now were in groups with other options in the saved optimizer.
     """
-    names = _names(parameters, optimizer)
     saved: _Values = {name: dict(state["values"].get(name, {})) for name in parameters}
     tensors: dict[str, Tensor] = {}
     for key, shape in source.shapes.items():
@@ -275,19 +232,17 @@ def load_optimizer_state(
                 tensor = torch.empty_like(like, dtype=dtype)
             tensors[key] = saved[name][kind] = tensor
     source.read(tensors)
-    saved_groups = state["param_groups"]
-    options = {name: options_of(group) for group in saved_groups for name in group["params"]}
-    restored: dict[int, dict[str, Any]] = {}
+    options = {
+        name: options_of(group) for group in state["param_groups"] for name in group["params"]
+    }
+    groups = _names(parameters, optimizer)
     packed_groups = optimizer.state_dict()["param_groups"]  # with indices for parameters
-    for group, packed in zip(optimizer.param_groups, packed_groups, strict=True):
-        members = [names[p] for p in group["params"]]
-        for name in members:
-            if name not in options or options[name] != options.get(members[0]):
-                raise ValueError(f"{name}: not in a group with {members[0]} in the saved optimizer")
-        packed |= options[members[0]] if members else {}
-        restored |= {
-            i: saved[n] for i, n in zip(packed["params"], members, strict=True) if saved[n]
-        }
+    for names, packed in zip(groups, packed_groups, strict=True):
+        for name in names:
+            if name not in options or options[name] != options.get(names[0]):
+                raise ValueError(f"{name}: not in a group with {names[0]} in the saved optimizer")
+        packed |= options[names[0]] if names else {}
+    restored = {i: saved[name] for i, name in enumerate(chain(*groups)) if saved[name]}
     optimizer.load_state_dict({"state": restored, "param_groups": packed_groups})
 
 
@@ -296,24 +251,22 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """Return parameter -> name. Raise a ValueError if a parameter of the optimizer has none."""
+def _names(parameters: Parameters, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters of each group. A ValueError if one has no name."""
     names = {parameter: name for name, parameter in parameters.items()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in names:
             about = f"the optimizer has a parameter {tuple(parameter.shape)}"
             raise ValueError(f"{about} that is no parameter of the module; try: register it there")
-    return names
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _plain(value: Any) -> Any:
-    """Return a number in place of a tensor with one element, also in a tuple or a list."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_plain, value))
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def _plain(tensor: Tensor) -> Any:
+    """Return a number in place of a tensor with one element."""
+    return tensor.item() if tensor.numel() == 1 else tensor
 
 
-def _reshard(net: nn.Module) -> None:
+def reshard(net: nn.Module) -> None:
     """Free the full weights that FSDP still holds after an evaluation, and keep only the shards."""
     for module in net.modules():
         if isinstance(module, FSDPModule):

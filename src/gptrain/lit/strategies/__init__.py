@@ -60,9 +60,6 @@ def build_strategy(
     parallel_class = Pipeline if isinstance(options, PipelineOptions) else Parallel
     parallel = parallel_class(options, dims, device, precision)
     parallel.may_skip_parameters = not is_of_library(full_net)
-    if compile != "none":
-        parallel.compile_loss()
-
     recomputes = activation_checkpointing != "none"
     changes = parallel.is_partitioned or parallel.uses_hidden(full_net) or recomputes
     if sample is not None and changes and parallel.may_skip_parameters:  # a net of the user

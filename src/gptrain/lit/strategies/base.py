@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -26,7 +25,7 @@ from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.loss import sum_dtype
 from gptrain.parallel.base import Parallel
-from gptrain.parallel.data_parallel import build_comm_hook
+from gptrain.parallel.data_parallel import wrap_in_ddp
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.step_mean import StepMean
 
@@ -38,7 +37,6 @@ class GPTStrategy(SavingStrategy):
     """Mixin for Lightning's strategies that lets `self.parallel` compute losses and gradients.
 
     Attributes:
-        full_net: Net before it was partitioned, on the meta device. `build_strategy` sets it.
         decide_step: Function that makes the optimizer skip its update if the step is bad.
             `StepGuard.start` sets it.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor. None if
@@ -47,7 +45,6 @@ class GPTStrategy(SavingStrategy):
             exists once the optimizer is built.
     """
 
-    full_net: nn.Module
     decide_step: Callable[[Optimizer], object] = staticmethod(bool)  # decides nothing
     grad_norm: Tensor | None = None
     step_mean: StepMean
@@ -172,9 +169,6 @@ class ManyRanks(GPTStrategy, DDPStrategy):
     Partitioned nets have no wrapper: their `Parallel` communicates the gradients.
     """
 
-    def __init__(self, parallel: Parallel):
-        super().__init__(parallel, **parallel.ddp_arguments)
-
     def setup_distributed(self) -> None:
         """Pass the ranks to Lightning, whose own method gives all ranks the same dropout masks."""
         self.set_world_ranks()
@@ -212,14 +206,8 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         each gradient waits for events of two streams, and the buckets take 4 bytes per parameter
         more.
         """
-        model = DistributedDataParallel(
-            cast(nn.Module, self.model),
-            device_ids=self.determine_ddp_device_ids(),
-            **self.parallel.ddp_arguments,
-        )
-        if (hook := build_comm_hook(self.parallel.options.comm_hook)) is not None:
-            model.register_comm_hook(*hook)
-        self.model = model
+        module, device_ids = cast(nn.Module, self.model), self.determine_ddp_device_ids()
+        self.model = wrap_in_ddp(module, device_ids, self.parallel.options)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, or over the data ranks if `reduce_op` is "sum".

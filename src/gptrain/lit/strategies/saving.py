@@ -28,6 +28,7 @@ class SavingStrategy(Strategy):
 
     Attributes:
         parallel: Object that partitions the net and computes losses and gradients.
+        full_net: Net before it was partitioned, on the meta device. `build_strategy` sets it.
         module: LightningModule of the run, without a DDP wrapper.
         save_to_store: Function that takes the tensors and the rest of a checkpoint. `Checkpoints`
             sets it while it saves. None while Lightning saves a file of its own, as for
@@ -36,6 +37,7 @@ class SavingStrategy(Strategy):
             replaced them. It exists once a checkpoint was loaded.
     """
 
+    full_net: nn.Module
     save_to_store: Callable[[Mapping[str, Mapping[str, Tensor]], Any], None] | None = None
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
@@ -55,7 +57,7 @@ class SavingStrategy(Strategy):
         Tied weights appear once. In a pipeline the dict has the parameters of this rank's stage
         only, and those of the module outside its net. Frees full weights that FSDP has gathered.
         """
-        return states.saved_parameters(self.module, self.parallel.stages)
+        return states.saved_parameters(self.module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict: its tensors, or this rank's shards, without a copy."""
@@ -67,7 +69,7 @@ class SavingStrategy(Strategy):
         if not self._saves_folder:
             return super().optimizer_state(optimizer)
         parameters = self.saved_parameters()
-        return states.optimizer_state(parameters, optimizer, self.parallel.stages)
+        return states.optimizer_state(parameters, optimizer, self.parallel.stage_group)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -86,7 +88,7 @@ class SavingStrategy(Strategy):
         for name, tensor in checkpoint.pop("state_dict").items():
             saved = states.saved_name(name)
             if saved not in further:
-                tensors[MODEL][self.parallel.stages.aliases.get(saved, saved)] = tensor
+                tensors[MODEL][saved] = tensor
         for state in checkpoint.get("optimizer_states", ()):
             tensors[OPTIMIZER] = state.pop("tensors")
         if self.save_to_store is not None:
@@ -123,8 +125,8 @@ class SavingStrategy(Strategy):
         if not self.parallel.is_partitioned:
             super().load_model_state_dict(checkpoint, strict)
             return
-        source, stages = SavedTensors(self._loaded), self.parallel.stages
-        states.load_net_state(self.module, source, strict=strict, stages=stages, is_module=True)
+        source, options = SavedTensors(self._loaded), {"strict": strict, "is_module": True}
+        states.load_net_state(self.module, source, full_net=self.full_net, **options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer's state, and set `fresh_options` before.
