@@ -13,12 +13,9 @@ from gptrain.parallel.requirements import IncompatibleModelError
 _aten = torch.ops.aten
 # Matrix multiplications and attention are nearly all of a block's FLOPs. Norms, GELU, dropout and
 # sums are limited by memory bandwidth.
-_EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
-    getattr(_aten, f"_scaled_dot_product_{kind}").default
-    for kind in (
-        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"
-    )
-]  # fmt: skip
+_EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default]
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_EXPENSIVE += [getattr(_aten, f"_scaled_dot_product_{kernel}").default for kernel in _KERNELS]
 
 
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:

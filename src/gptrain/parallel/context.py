@@ -14,7 +14,6 @@ and the context ranks is then the gradient of the mean of the losses, as under D
 # H heads of q, G heads of k and v, h = H / n, g heads of k and v on one rank, K d_head
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -62,13 +61,7 @@ def apply_context_parallel(net: Net, group: dist.ProcessGroup) -> None:
             setattr(net, name, partial(_run_part, getattr(net, name), group))
 
 
-def _run_part(
-    method: Callable[..., Tensor],
-    group: dist.ProcessGroup,
-    tokens: Tensor,
-    cache: None = None,
-    layout: SequenceLayout | None = None,
-) -> Tensor:
+def _run_part(method, group: dist.ProcessGroup, tokens: Tensor, cache=None, layout=None) -> Tensor:
     """Run a method of the net on this rank's part of the sequences. A cache is a ValueError."""
     if cache is not None:
         raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")

@@ -20,10 +20,10 @@ def sum_gradients(
     Collective. Parameters without a gradient are left out. All ranks must have the same gradients
     in the same order (`check_use`). With a group of one rank nothing is changed.
     """
-    if group.size() == 1:
-        return
     gradients = [p.grad for p in parameters if p.grad is not None]
-    device = _communication_device(gradients)
+    if group.size() == 1 or not gradients:
+        return
+    device = _communication_device(gradients[0])
     vectors = [local_shard(gradient) for gradient in gradients if gradient.ndim < 2]
     messages = [vectors] if vectors else []
     messages += [[local_shard(gradient)] for gradient in gradients if gradient.ndim >= 2]
@@ -58,7 +58,7 @@ def check_use(
         return
     parameters = list(is_used)
     unused = [index for index, parameter in enumerate(parameters) if not is_used[parameter]]
-    counts = torch.ones(len(parameters), device=_communication_device(parameters))
+    counts = torch.ones(len(parameters), device=_communication_device(parameters[0]))
     counts[unused] = 0
     dist.all_reduce(counts, group=group)
     for index, count in zip(unused, counts[unused].tolist() if unused else (), strict=True):
@@ -75,7 +75,7 @@ def check_use(
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[nn.Parameter],
+    parameters: list[nn.Parameter],
     max_norm: float | None,
     stages: dist.ProcessGroup | None = None,
     counted_on_other_stage: Set[nn.Parameter] = frozenset(),
@@ -96,20 +96,19 @@ def clip_grad_norm(
         The L2 norm of all gradients of all ranks before, a scalar tensor, the same on all ranks. It
         is in fp64 if a parameter is, else in fp32.
     """
-    parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.
     is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
     dtype = torch.float64 if is_double else torch.float32
-    pairs = [(p, p.grad) for p in parameters if p.grad is not None]
-    shards = [local_shard(gradient) for _, gradient in pairs]
-    mesh = next((grad.device_mesh for _, grad in pairs if isinstance(grad, DTensor)), None)
+    gradients = {p: p.grad for p in parameters if p.grad is not None}
+    shards = [local_shard(gradient) for gradient in gradients.values()]
+    mesh = next((g.device_mesh for g in gradients.values() if isinstance(g, DTensor)), None)
     axes = mesh.get_all_groups() if mesh is not None else []
     counted = [
-        shard
-        for (p, gradient), shard in zip(pairs, shards, strict=True)
+        local_shard(gradient)
+        for p, gradient in gradients.items()
         if p not in counted_on_other_stage and _is_counted_on_this_rank(gradient, axes)
     ]
-    device = _communication_device([gradient for _, gradient in pairs])
+    device = mesh.device_type if mesh is not None else shards[0].device if shards else None
     squares = torch.zeros((), dtype=dtype, device=device)
     for alike in _by_device(counted):
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=dtype))
@@ -134,12 +133,9 @@ def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return groups.values()
 
 
-def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
-    """Return the device on which gradients are communicated, or None without gradients."""
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            return gradient.device_mesh.device_type
-    return gradients[0].device if gradients else None
+def _communication_device(tensor: Tensor) -> torch.device | str:
+    """Return the device on which ranks exchange a tensor, of which shards may be on the CPU."""
+    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
 
 
 def _is_counted_on_this_rank(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:

@@ -19,6 +19,7 @@ end instead, which does not change the logits of a causal net.
 from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import cache, partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,9 @@ from gptrain.parallel.requirements import Net
 
 # Functional collectives have gradients, also where they are compiled: in torch 2.11 along the first
 # dimension only. torch 2.13 renamed them.
-if hasattr(functional, "all_gather_single_autograd"):
-    _all_gather = functional.all_gather_single_autograd
-    _reduce_scatter = functional.reduce_scatter_single_autograd
-else:
-    _all_gather = functional.all_gather_tensor_autograd
-    _reduce_scatter = functional.reduce_scatter_tensor_autograd
+_KIND = "single" if hasattr(functional, "all_gather_single_autograd") else "tensor"
+_all_gather = getattr(functional, f"all_gather_{_KIND}_autograd")
+_reduce_scatter = getattr(functional, f"reduce_scatter_{_KIND}_autograd")
 
 
 def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
@@ -78,13 +76,13 @@ def partial_parameters(net: Net) -> list[nn.Parameter]:
     `net` is a net after `apply_tensor_parallel`. The full gradient of such a parameter is the sum
     of the gradients of all ranks of the axis.
     """
-    parameters: list[nn.Parameter] = []
-    for module in net.modules():
-        if isinstance(module, _PerHead | _PositionEmbedding):
-            parameters += module.parameters(recurse=False)
-        elif isinstance(module, _Rowwise) and module.bias is not None:
-            parameters.append(module.bias)
-    return parameters
+    return [
+        parameter
+        for module in net.modules()
+        if isinstance(module, _Role)
+        for parameter in module.parameters(recurse=False)
+        if cast(Any, parameter).placements[-1].is_replicate()  # the last axis is that of tensors
+    ]
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
@@ -129,8 +127,6 @@ class _Role(nn.Module):
 
     weight: DTensor
     bias: DTensor | None
-    num_embeddings: int
-    out_features: int
     tensor_group: dist.ProcessGroup
     layer_forward: Callable[..., Tensor]
 
@@ -195,7 +191,7 @@ class _VocabEmbedding(_Role):
 
     def forward(self, tokens: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
-        n_rows = -(-self.num_embeddings // n_ranks)  # torch.chunk rounds up
+        n_rows = -(-self.weight.shape[0] // n_ranks)  # torch.chunk rounds up
         rows = _pad_to_multiple(tokens, n_ranks) - self.tensor_group.rank() * n_rows
         weight = self.weight.to_local()  # (v, D)
         is_on_other_rank = (rows < 0) | (rows >= weight.shape[0])
@@ -209,7 +205,7 @@ class _VocabHead(_Colwise):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # (B, T', v)
-        full = logits.new_empty(*x.shape[:-1], self.out_features, device="meta")
+        full = logits.new_empty(*x.shape[:-1], self.weight.shape[0], device="meta")
         mesh = self.weight.device_mesh
         # Every rank computes the same function of the full logits, so the backward pass of
         # full_tensor takes this rank's columns of the gradient, without a sum over ranks.
