@@ -162,16 +162,12 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
 
 def _reduce_by_center(buffer: Tensor) -> None:
     """Sum a buffer over n ranks in place. Rank 0 receives n - 1 buffers and sends n - 1."""
-    if dist.get_rank() > 0:
-        dist.send(buffer, 0)
-        dist.recv(buffer, 0)
-        return
-    received = torch.empty_like(buffer)
-    for source in range(1, dist.get_world_size()):
-        dist.recv(received, source)
-        buffer += received
-    for target in range(1, dist.get_world_size()):
-        dist.send(buffer, target)
+    n_ranks = dist.get_world_size()
+    received = _rows_on_root(buffer.new_empty(n_ranks, *buffer.shape))
+    dist.gather(buffer, received)
+    if received is not None:
+        buffer.copy_(torch.stack(received).sum(0))
+    dist.scatter(buffer, _rows_on_root(buffer.expand(n_ranks, *buffer.shape)))
 
 
 def reduce_by_ring(buffer: Tensor) -> None:

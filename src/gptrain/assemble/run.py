@@ -82,14 +82,13 @@ def check(cfg: RunConfig) -> None:
         if isinstance(limit, int) and (cfg.data.sample_tokens or 0) > limit:
             message, hint = f"longer than the {limit} positions of the net", f"data.seq_len={limit}"
             raise ConfigError.of("data.seq_len", cfg.value_of("data.seq_len"), message, hint=hint)
-        check_fit(
-            net,
-            cfg.strategy,
-            dims,
-            compile=_choose_compile(cfg, devices, lambda: net),
-            activation_checkpointing=cfg.model.activation_checkpointing,
-            documents=cfg.data.masks_documents,
-        )
+        modes = {
+            "model.activation_checkpointing": cfg.model.activation_checkpointing,
+            "model.compile": _choose_compile(cfg, devices, lambda: net),
+        }
+        check_fit(net, cfg.strategy, dims, modes)
+        if cfg.data.masks_documents:
+            check_layout(net)
     if cfg.task == "fit" and issubclass(module_type, LanguageModel):
         # Some optimizers need weights with values and raise one of these errors on the meta device.
         # Any other error of these types is then seen at the start. The batch does not matter here.

@@ -9,7 +9,8 @@ called by the one above it:
 
     StepMean.begin_step            before the step: compute the divisor from the number of targets
     Parallel.mean_loss             for each micro-batch: divide the sum of its losses by the divisor
-        count_and_get_divisor      count the targets of the micro-batch, and return the divisor
+        StepMean.count_and_get_divisor
+                                   count the targets of the micro-batch, and return the divisor
         Parallel.loss_sum          run the net and sum the losses over the targets, by
                                    `loss.chunked_next_token_loss` or `loss.next_token_loss`
     StepMean.reduce                after the last micro-step: average the losses, for the log
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, Adagrad, Optimizer
 
@@ -55,18 +55,13 @@ from gptrain.loss import (
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.context import apply_context_parallel, part_layout
+from gptrain.parallel.context import apply_context_parallel, part_layout, sum_over_parts
 from gptrain.parallel.data_parallel import apply_fsdp, watch_use
 from gptrain.parallel.gradients import check_use, clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import IncompatibleModelError, Net
 from gptrain.parallel.step_mean import StepMean
-from gptrain.parallel.tensor import (
-    apply_tensor_parallel,
-    gather_sequence,
-    partial_parameters,
-    vocab_parallel_loss,
-)
+from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters, vocab_parallel_loss
 
 
 class Batch(NamedTuple):
@@ -137,20 +132,19 @@ class Parallel:
         self.axes = STRATEGIES[self.name].axes
         self._shards = isinstance(self.options, ShardedOptions)
         self.is_partitioned = self._shards or not {DATA}.issuperset(self.axes)
-        self._mesh = build_mesh(self.device.type, self.dims) if self.axes else None
-        mesh = cast(DeviceMesh, self._mesh)
-        self._shard_mesh = build_shard_mesh(mesh, self.dims) if self._shards else None
+        self._mesh: Any = build_mesh(self.device.type, self.dims) if self.axes else None
+        self._shard_mesh = build_shard_mesh(self._mesh, self.dims) if self._shards else None
         self.data_group = self._group_along(DATA)
         if self.axes and not self.is_partitioned:  # DDP's own group, without another communicator
             self.data_group = dist.group.WORLD
         # Ranks that average their gradients: those of the data and the context axes.
         is_shared = CONTEXT in self.axes and self._shard_mesh is not None
-        self._gradient_group = self._shard_mesh.get_group() if is_shared else self.data_group
+        self._gradient_group: Any = self._shard_mesh.get_group() if is_shared else self.data_group
         self._finds_unused = getattr(self.options, "find_unused_parameters", True)
         is_split = TENSOR in self.axes  # the rows of the head
         self._chunked_loss: Any = vocab_parallel_loss if is_split else chunked_next_token_loss
 
-    def _group_along(self, axis: str) -> dist.ProcessGroup | None:
+    def _group_along(self, axis: str) -> Any:
         """Return this rank's group along an axis of the mesh, such as "data"; None if `single`."""
         return None if self._mesh is None else self._mesh.get_group(axis)
 
@@ -167,6 +161,7 @@ class Parallel:
         Raises:
             IncompatibleModelError: As in `apply_activation_checkpointing`.
         """
+        self._net = net
         self._split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
@@ -179,11 +174,10 @@ class Parallel:
 
     def _split(self, net: Net) -> None:
         """Split layers and sequences in place, before activation checkpointing and compile."""
-        self._net = net
         if TENSOR in self.axes:
-            apply_tensor_parallel(net, cast(DeviceMesh, self._mesh))
+            apply_tensor_parallel(net, self._mesh)
         if CONTEXT in self.axes:
-            apply_context_parallel(net, cast(Any, self._group_along(CONTEXT)))
+            apply_context_parallel(net, self._group_along(CONTEXT))
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Prepare this object and the optimizer for the steps, once module and optimizer are built.
@@ -196,7 +190,7 @@ class Parallel:
         if hasattr(optimizer, "replicas"):
             # Ranks that hold the same weights and gradients can divide the work of Muon.
             has_copies = DATA in self.axes and not self._shards
-            cast(Any, optimizer).replicas = cast(Any, self._mesh)[DATA] if has_copies else None
+            cast(Any, optimizer).replicas = self._mesh[DATA] if has_copies else None
         if not self.is_partitioned:
             return
         self._extra_parameters = [*state.named_extra_parameters(module).values()]
@@ -229,15 +223,12 @@ class Parallel:
         Raises:
             IncompatibleModelError: If the net does not return logits (B, T, V).
         """
-        divisor = self._count_and_get_divisor(batch.targets)
+        if self.step_mean is not None and torch.is_grad_enabled():
+            divisor = self.step_mean.count_and_get_divisor(batch.targets)
+        else:
+            divisor = count_targets(batch.targets)
         total = self.loss_sum(net, batch, options)
         return total / divisor.to(total.dtype)
-
-    def _count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Return the divisor of `mean_loss`, and count the targets (B, T) in `step_mean`."""
-        if self.step_mean is not None and torch.is_grad_enabled():
-            return self.step_mean.count_and_get_divisor(targets)
-        return count_targets(targets)
 
     def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the sum of the losses in nats of this rank's samples, a scalar.
@@ -261,10 +252,7 @@ class Parallel:
         else:
             logits = net_logits(net, tokens, targets, **layout)
             total = next_token_loss(logits, targets, reduction="sum", **asdict(options))
-        if group is not None:
-            # The backward pass of the gathering adds the gradients of the losses of all ranks.
-            total = gather_sequence(total.reshape(1, 1), group).sum()
-        return total
+        return total if group is None else sum_over_parts(total, group)
 
     def uses_hidden(self, net: nn.Module) -> bool:
         """Return whether the loss is computed from `hidden` and `head` of a net, not `forward`.
@@ -337,20 +325,19 @@ class Parallel:
                 `strategy.find_unused_parameters`.
         """
         self._average(self._extra_parameters)
-        group = self._gradient_group
-        if self._used is not None and group is not None:
+        if self._used is not None:
             named = self._net.named_parameters()
             is_used = {p: name in self._used for name, p in named if p.requires_grad}
             self._used.clear()
-            check_use(is_used, group, self._finds_unused)
+            check_use(is_used, self._gradient_group, self._finds_unused)
         if TENSOR in self.axes:
-            sum_gradients(self.partial_parameters, cast(Any, self._group_along(TENSOR)))
+            sum_gradients(self.partial_parameters, self._group_along(TENSOR))
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average gradients over `_gradient_group`. Collective. Errors as in `finish_gradients`."""
         group = self._gradient_group
-        if group is not None and group.size() > 1:
-            is_used = {p: p.grad is not None for p in parameters if p.requires_grad}
+        is_used = {p: p.grad is not None for p in parameters if p.requires_grad}
+        if is_used and group.size() > 1:
             check_use(is_used, group, self._finds_unused)
             sum_gradients(is_used, group, divisor=group.size())
 

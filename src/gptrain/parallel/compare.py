@@ -21,7 +21,6 @@ only the first blocks are compared. `model.compile` is not applied.
 import logging
 import math
 import random
-import zlib
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ class Comparison:
             return
 
         def difference(compute_logits: Callable[..., Tensor], mode: str) -> str:
-            found, reason = self._run(batch, compute_logits, mode, training=True)
+            found, reason = self._run(batch, True, compute_logits, mode)
             return from_rank_0(reason or _first_difference(expected, found))
 
         if self.mode != "none" and (text := difference(net_logits, self.mode)):
@@ -140,7 +139,7 @@ class Comparison:
 
     def _compare_partitioned(self, batch: Batch) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
-        expected, reason = self._run(batch)
+        expected, reason = self._run(batch, training=False)
         if reason := _first(gather(reason)):
             return reason
         parallel = copy(self.parallel)
@@ -164,16 +163,12 @@ class Comparison:
         return ""
 
     def _run(
-        self,
-        batch: Batch,
-        compute_logits: Callable[..., Tensor] = net_logits,
-        activation_checkpointing: str = "none",
-        training: bool = False,
+        self, batch: Batch, training: bool, compute_logits: Any = net_logits, mode: str = "none"
     ) -> tuple[_Tensors, str]:
         """Return what a plain net computes and changes, and the cause if it fails."""
         try:
             net = self._build(self.parallel.device).train(training)
-            apply_activation_checkpointing(net, activation_checkpointing)
+            apply_activation_checkpointing(net, mode)
             logits = compute_logits(net, batch.tokens, batch.targets).flatten(0, -2)
             if logits.requires_grad:
                 F.cross_entropy(logits, batch.targets.flatten()).backward()
@@ -189,9 +184,9 @@ class Comparison:
         _seed()
         net = make_net_on(device, self.make_net, lambda net: _prepare_net(net, self.parallel))
         on = self.parallel.device
-        for name, parameter in net.named_parameters():
+        generator = torch.Generator(on).manual_seed(0)
+        for parameter in net.parameters():
             if parameter.is_floating_point():
-                generator = torch.Generator(on).manual_seed(zlib.crc32(name.encode()))
                 noise = torch.randn(parameter.shape, generator=generator, device=on)
                 noise *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
                 parameter.data += noise.to(parameter)

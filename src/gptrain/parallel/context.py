@@ -100,6 +100,14 @@ def part_layout(
     )
 
 
+def sum_over_parts(total: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a scalar over the parts of the sequences, on all ranks. Collective.
+
+    The backward pass adds the gradients of the results of all ranks.
+    """
+    return gather_sequence(total.reshape(1, 1), group).sum()
+
+
 class _AllToAllHeads:
     """Collective exchanges of attention, described at `context_plan` in `gptrain.models`."""
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -26,32 +25,25 @@ from gptrain.core.strategies import DDPOptions, ShardedOptions, StrategyOptions
 from gptrain.parallel.requirements import Net
 
 
-def wrap_in_ddp(
-    module: nn.Module, device_ids: list[int] | None, options: DDPOptions
-) -> DistributedDataParallel:
+def wrap_in_ddp(module: nn.Module, device_ids: Any, options: DDPOptions) -> nn.Module:
     """Wrap a module in DistributedDataParallel, with the options of the strategy. Collective.
 
     Buffers are not broadcast in forward passes: GPTStrategy.synchronize_buffers does it once per
     step. `device_ids` is an argument of DistributedDataParallel.
     """
     keys = DDPOptions.model_fields.keys() - StrategyOptions.model_fields.keys() - {"comm_hook"}
-    model = DistributedDataParallel(
-        module, device_ids, **{key: getattr(options, key) for key in keys}
-    )
+    arguments: dict[str, Any] = {key: getattr(options, key) for key in keys}
+    model = DistributedDataParallel(module, device_ids, **arguments)
     model.broadcast_buffers = False  # torch 2.13 renamed the argument, but not this attribute
     hooks: dict[str, tuple[Any, Callable]] = {
-        "bf16": (None, _bf16_compress),
+        # torch allows its hook bf16_compress_hook, which it knows by name, with NCCL only.
+        "bf16": (None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)),
         "fp16": (None, default_hooks.fp16_compress_hook),
         "powersgd": (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
     }
     if options.comm_hook != "none":
         model.register_comm_hook(*hooks[options.comm_hook])
     return model
-
-
-def _bf16_compress(group, bucket):
-    """Return the result of torch's bf16_compress_hook, as a hook with another name."""
-    return default_hooks.bf16_compress_hook(group, bucket)
 
 
 def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: str) -> None:
@@ -73,18 +65,17 @@ def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: s
         reduce_dtype=torch.float32 if autocast else None,
         cast_forward_inputs=False,
     )
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
-        "offload_policy": offload if options.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": lambda parameter: _shard_placement(parameter, mesh),
     }
-    reshard = options.reshard_after_forward
+    if options.cpu_offload:
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for block in net.blocks.children():
         # False keeps the gathered parameters until the backward pass (ZeRO-2), which saves one
         # all-gather per block.
-        fully_shard(block, reshard_after_forward=reshard, **arguments)
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **arguments)
     # The backward pass begins with the parameters that the forward pass used last.
     fully_shard(net, reshard_after_forward=False, **arguments)
     if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
@@ -101,15 +92,13 @@ def watch_use(net: Any) -> set[str]:
     if reduce_unused := getattr(net, "set_reduce_scatter_unused_params", None):
         reduce_unused(True)
     used = set[str]()
-    sharded = {*net.parameters()}
-    watched: set[nn.Parameter] = set()
+    known = {*net.parameters()}  # the shards
 
     def watch(*_: Any) -> None:
         """Watch the gathered parameters of a block, and those outside of the blocks."""
         for name, parameter in net.named_parameters():
-            is_new = parameter not in sharded and parameter not in watched
-            if is_new and parameter.requires_grad and torch.is_grad_enabled():
-                watched.add(parameter)
+            if parameter not in known and parameter.requires_grad and torch.is_grad_enabled():
+                known.add(parameter)
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
 
     for block in net.blocks.children():

@@ -46,7 +46,7 @@ def check_use(
 
     Args:
         is_used: Parameter -> whether this rank has computed a gradient. All ranks pass the same
-            parameters in the same order.
+            parameters, at least one, in the same order.
         group: Ranks that must agree.
         finds_unused: Value of `strategy.find_unused_parameters`.
 
@@ -54,8 +54,6 @@ def check_use(
         IncompatibleModelError: On a rank that lacks a gradient that others have, if `finds_unused`
             is False.
     """
-    if not is_used:
-        return
     parameters = list(is_used)
     unused = [index for index, parameter in enumerate(parameters) if not is_used[parameter]]
     counts = torch.ones(len(parameters), device=_communication_device(parameters[0]))

@@ -10,13 +10,12 @@ and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step. Source: Huan
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
 from math import gcd
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._pytree import tree_map_only
@@ -43,9 +42,9 @@ class Pipeline(Parallel):
     first and the last rank both hold the weight and sum its gradients. The copies stay equal,
     because equal weights get equal updates.
 
-    `mean_loss` runs the schedule, with the forward and backward passes of a micro-step. `backward`
-    of the returned loss multiplies these gradients by the gradient that arrives there, and adds
-    them to `grad`: the loss may be scaled, or be a sum of several.
+    `loss_sum` runs the schedule, with the forward and backward passes of a micro-step. `backward`
+    of the loss multiplies these gradients by the gradient that arrives there, and adds them to
+    `grad`: the loss may be scaled, or be a sum of several.
 
     A hook, or a penalty on the net, would change the gradients of one stage only. So every step
     raises an IncompatibleModelError if other code has changed a gradient of the net.
@@ -55,22 +54,20 @@ class Pipeline(Parallel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mesh = cast(DeviceMesh, self._mesh)
-        self.stage_group = mesh.get_group(PIPELINE)
-        self._rank = mesh.get_local_rank(PIPELINE)
+        self.stage_group = self._group_along(PIPELINE)
+        self._rank = self._mesh.get_local_rank(PIPELINE)
         self._last = self.dims.pipeline - 1
         self.microbatches = count_microbatches(self.options.microbatches, self.dims.pipeline)
         if self._last:
             # new_subgroups_by_enumeration is collective: every rank creates the groups of all
             # pipelines, one pipeline for each rank of the data axis.
-            ends = mesh.mesh[[0, -1], :, 0, 0].T.tolist()
+            ends = self._mesh.mesh[[0, -1], :, 0, 0].T.tolist()
             self._ends_group, _ = dist.new_subgroups_by_enumeration(ends)
         self._loss: _Loss  # loss function of the current run of a schedule
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
     def _split(self, net: Net) -> None:
         """Keep only this rank's stage in the net, in place. The net can no longer be called."""
-        self._net = net
         self._schedule = cache(self._build_schedule)
         self._tied_names = {*tied_names(net).values()} if self._last else set()
         _keep_stage(net, self._rank, self._last)
@@ -83,34 +80,25 @@ class Pipeline(Parallel):
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the logits (B, T, V) of a full net, by the parts that the stages run in turn."""
-        x = net.embed(tokens)
-        for block in net.blocks:
-            x = block(x)
-        return F.linear(net.norm(x), net.head.weight, net.head.bias)
+        hidden = _Stage(net, is_first=True, is_last=True)(tokens)
+        return F.linear(hidden, net.head.weight, net.head.bias)
 
-    def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the mean loss of `Parallel.mean_loss`, on all ranks of the pipeline. Collective.
+    def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
+        """Return the sum of the losses in nats of a batch, a scalar, on all ranks. Collective.
 
         With gradients enabled the schedule also runs the backward passes, and `backward` of the
         result adds their gradients to those of the net.
         """
-        if not torch.is_grad_enabled():
-            return super().mean_loss(net, batch, options)
-        divisor = self._count_and_get_divisor(batch.targets)
-
-        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            total = self.head_loss(net, hidden, targets, options)
-            return total / divisor.to(total.dtype)
-
         before = {parameter: parameter.grad for parameter in net.parameters()}
         net.zero_grad()
-        total = self._run(batch, loss)
+        total = self._run(batch, partial(self.head_loss, net, options=options))
         gradients = {p: p.grad for p in before if p.grad is not None}
         for parameter, gradient in before.items():
             parameter.grad = gradient
-        # The backward pass of the caller ends at `total`. The gradient there is a factor.
-        total.requires_grad_().register_hook(partial(self._add_gradients, gradients))
-        return total.clone()  # the caller may change a clone in place
+        if torch.is_grad_enabled():
+            # The gradient of `total` is the factor of the gradients of the schedule.
+            total.requires_grad_().register_hook(partial(self._add_gradients, gradients))
+        return total
 
     @torch.no_grad()
     def _add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
@@ -123,14 +111,6 @@ class Pipeline(Parallel):
                 gradient += parameter.grad
             parameter.grad = gradient
         self._seen = self._versions()
-
-    @torch.no_grad()
-    def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the sum of the losses in nats of a batch, without gradients. Collective.
-
-        The result is a scalar, the same on all ranks of the pipeline.
-        """
-        return self._run(batch, partial(self.head_loss, net, options=options))
 
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -251,7 +231,9 @@ class _Stage(nn.Module):
         with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=learns_shapes):
             if self.is_first:
                 x = self.net.embed(x, **options)  # (b, T) -> (b, T, D)
-            for block in self.net.blocks.values():  # one block may stand in several places
+            # One block may stand in several places. The blocks of a full net are a list.
+            blocks = self.net.blocks
+            for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
                 x = block(x, **options)
             return self.net.norm(x) if self.is_last else x
 

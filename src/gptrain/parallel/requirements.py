@@ -1,5 +1,6 @@
 """Check that a net has the attributes that an option needs, before any rank starts."""
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -34,13 +35,7 @@ class IncompatibleModelError(ValueError):
 
 
 def check_fit(
-    net: nn.Module,
-    options: StrategyOptions,
-    dims: ParallelDims,
-    *,
-    compile: str,
-    activation_checkpointing: str,
-    documents: bool,
+    net: nn.Module, options: StrategyOptions, dims: ParallelDims, modes: Mapping[str, str]
 ) -> None:
     """Check that a net has everything that a strategy and options of the `model` section need.
 
@@ -48,10 +43,7 @@ def check_fit(
         net: Full net, with its weights or on the meta device.
         options: `strategy` section of the config.
         dims: Number of ranks along each axis.
-        compile: Value of `model.compile`: none, blocks or model.
-        activation_checkpointing: Value of `model.activation_checkpointing`: none, selective or
-            full.
-        documents: True if samples hold documents that must not see each other.
+        modes: Values of `model.compile` and `model.activation_checkpointing`, by these keys.
 
     Raises:
         IncompatibleModelError: If the net lacks an attribute, or cannot be divided over the ranks.
@@ -63,13 +55,10 @@ def check_fit(
         allowed = [n for n, r in STRATEGIES.items() if all(hasattr(net, need) for need in r.needs)]
         hint = f"strategies that work without: {', '.join(allowed)}"
         raise IncompatibleModelError("strategy.name", f"{message}; {hint}")
-    modes = {"model.activation_checkpointing": activation_checkpointing, "model.compile": compile}
     for key, mode in modes.items():
         if mode not in ("none", "model") and not hasattr(net, "blocks"):
             message = f"{mode} needs `blocks` of {type(net).__name__} (see gptrain.models)"
             raise IncompatibleModelError(key, f"{message}; allowed: none")
-    if documents:
-        check_layout(net)
     _check_split(net, dims)
 
 

@@ -232,9 +232,8 @@ def load_optimizer_state(
                 tensor = torch.empty_like(like, dtype=dtype)
             tensors[key] = saved[name][kind] = tensor
     source.read(tensors)
-    options = {
-        name: options_of(group) for group in state["param_groups"] for name in group["params"]
-    }
+    saved_groups = state["param_groups"]
+    options = {name: options_of(group) for group in saved_groups for name in group["params"]}
     groups = _names(parameters, optimizer)
     packed_groups = optimizer.state_dict()["param_groups"]  # with indices for parameters
     for names, packed in zip(groups, packed_groups, strict=True):

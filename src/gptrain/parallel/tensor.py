@@ -205,13 +205,11 @@ class _VocabHead(_Colwise):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # (B, T', v)
-        full = logits.new_empty(*x.shape[:-1], self.weight.shape[0], device="meta")
-        mesh = self.weight.device_mesh
+        full = torch.empty(*x.shape[:-1], self.weight.shape[0], device="meta")
+        sizes: dict[str, Any] = {"shape": full.shape, "stride": full.stride()}
         # Every rank computes the same function of the full logits, so the backward pass of
         # full_tensor takes this rank's columns of the gradient, without a sum over ranks.
-        columns = DTensor.from_local(
-            logits, mesh, [Shard(-1)], shape=full.shape, stride=full.stride()
-        )
+        columns = DTensor.from_local(logits, self.weight.device_mesh, [Shard(-1)], **sizes)
         return columns.full_tensor()  # (B, T', V)
 
 

@@ -84,11 +84,8 @@ class SavingStrategy(Strategy):
             return
         net = getattr(self.module, "net", None)  # a plain LightningModule need not have one
         further = tied_names(net) if isinstance(net, nn.Module) else {}
-        tensors: dict[str, dict[str, Tensor]] = {MODEL: {}}
-        for name, tensor in checkpoint.pop("state_dict").items():
-            saved = states.saved_name(name)
-            if saved not in further:
-                tensors[MODEL][saved] = tensor
+        named = {states.saved_name(n): tensor for n, tensor in checkpoint.pop("state_dict").items()}
+        tensors = {MODEL: {name: t for name, t in named.items() if name not in further}}
         for state in checkpoint.get("optimizer_states", ()):
             tensors[OPTIMIZER] = state.pop("tensors")
         if self.save_to_store is not None:
