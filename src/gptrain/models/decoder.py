@@ -49,7 +49,8 @@ class Decoder(nn.Module):
         "head": "vocab_head",
     }
     context_plan: ClassVar[tuple[str, ...]] = ("blocks.*.attention",)
-    # On a pipeline stage, token_embedding, norm and head are None if another stage holds them.
+    # On a pipeline stage, token_embedding, norm and head are None if another stage holds them. If
+    # head and embedding share their weight, the other one of them has no more than this weight.
     token_embedding: nn.Embedding
     blocks: nn.ModuleList
     norm: nn.Module

@@ -107,7 +107,7 @@ class Parallel:
             `hidden` and `head`. `Comparison.check` sets it.
         may_skip_parameters: True if a rank's backward pass may leave out parameters that another
             rank uses, as in a net of the user. `build_strategy` sets it.
-        is_pipeline: True if no rank can call the net, and `mean_loss` also computes the gradients.
+        is_pipeline: True if no rank can call the net, and `loss_sum` also computes the gradients.
         microbatches: Number of parts into which a pipeline divides a batch, 1 without a pipeline.
         stage_group: Group of the ranks of the pipeline. None without a pipeline.
     """

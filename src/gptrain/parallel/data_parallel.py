@@ -35,14 +35,15 @@ def wrap_in_ddp(module: nn.Module, device_ids: Any, options: DDPOptions) -> nn.M
     arguments: dict[str, Any] = {key: getattr(options, key) for key in keys}
     model = DistributedDataParallel(module, device_ids, **arguments)
     model.broadcast_buffers = False  # torch 2.13 renamed the argument, but not this attribute
-    hooks: dict[str, tuple[Any, Callable]] = {
-        # torch allows its hook bf16_compress_hook, which it knows by name, with NCCL only.
-        "bf16": (None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)),
-        "fp16": (None, default_hooks.fp16_compress_hook),
-        "powersgd": (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
+    hooks: dict[str, Callable] = {
+        # torch allows bf16_compress_hook, which it knows by its name, with NCCL only.
+        "bf16": lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket),
+        "fp16": default_hooks.fp16_compress_hook,
     }
-    if options.comm_hook != "none":
-        model.register_comm_hook(*hooks[options.comm_hook])
+    if options.comm_hook == "powersgd":
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    elif options.comm_hook != "none":
+        model.register_comm_hook(None, hooks[options.comm_hook])
     return model
 
 

@@ -148,9 +148,12 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
     part in no collective. They also return if rank 0 has exited, or if `timeout_s` have passed.
     Errors of `finish` are raised on rank 0.
     """
-    function: Callable[[], object] = bool if rank > 0 else finish  # bool does nothing
-    with suppress(*((RuntimeError, TimeoutError) if rank > 0 else ())):
-        after_rank_0(function, rank, timeout_s, "rank 0 has finished")
+    name = "rank 0 has finished"
+    if rank == 0:
+        after_rank_0(finish, rank, timeout_s, name)
+    else:
+        with suppress(RuntimeError, TimeoutError):
+            after_rank_0(bool, rank, timeout_s, name)  # calls nothing
 
 
 def from_rank_0(value: T) -> T:

@@ -76,13 +76,10 @@ def partial_parameters(net: Net) -> list[nn.Parameter]:
     `net` is a net after `apply_tensor_parallel`. The full gradient of such a parameter is the sum
     of the gradients of all ranks of the axis.
     """
-    return [
-        parameter
-        for module in net.modules()
-        if isinstance(module, _Role)
-        for parameter in module.parameters(recurse=False)
-        if cast(Any, parameter).placements[-1].is_replicate()  # the last axis is that of tensors
-    ]
+    layers = (module for module in net.modules() if isinstance(module, _Role))
+    parameters = (p for layer in layers for p in layer.parameters(recurse=False))
+    # The last axis of a mesh is that of tensors. FSDP may have another before it.
+    return [p for p in parameters if cast(Any, p).placements[-1].is_replicate()]
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
