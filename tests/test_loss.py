@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptrain.loss import (
     LossOptions,
-    chunked_next_token_loss,
+    chunked_loss_sum,
     logits_in_chunks,
-    next_token_loss,
+    token_losses,
 )
 from gptrain.models import SimpleGPT
 from gptrain.models.attention import layout_argument
@@ -34,28 +34,24 @@ def problem(dtype=torch.float64, n_ignored: int = 5):
     return hidden, weight, targets
 
 
-def torchs_loss(hidden, weight, targets, reduction="mean", label_smoothing=0.0, z_loss=0.0):
+def torchs_loss(hidden, weight, targets, label_smoothing=0.0, z_loss=0.0):
     logits = F.linear(hidden, weight).flatten(0, 1)
     targets = targets.flatten()
-    plain = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
-    squares = logits.logsumexp(-1)[targets != -100].square()
-    return plain + z_loss * (squares.mean() if reduction == "mean" else squares.sum())
+    plain = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+    return plain + z_loss * logits.logsumexp(-1)[targets != -100].square().sum()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
-def test_any_chunk_and_the_plain_loss_have_torchs_values_and_gradients(
-    label_smoothing, z_loss, reduction
-):
+def test_any_chunk_and_the_plain_loss_have_torchs_values_and_gradients(label_smoothing, z_loss):
     hidden, weight, targets = problem()
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "reduction": reduction}
-    expected = torchs_loss(hidden, weight, targets, **options)
+    options = LossOptions(label_smoothing, z_loss)
+    expected = torchs_loss(hidden, weight, targets, label_smoothing, z_loss)
     gradients = torch.autograd.grad(expected * 3.0, (hidden, weight), retain_graph=True)
-    chunked = partial(chunked_next_token_loss, hidden, weight, targets, **options)
+    chunked = partial(chunked_loss_sum, hidden, weight, targets, options)
     for loss in (
         *(chunked(chunk_tokens=n) for n in (1, 4, 7, 21, 1000)),
-        next_token_loss(hidden @ weight.T, targets, **options),
+        token_losses(hidden @ weight.T, targets, options).sum(),
     ):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         chunked_gradients = torch.autograd.grad(
@@ -82,7 +78,7 @@ def test_logits_for_metrics_are_those_of_the_positions_that_count(autocast):
 def test_fp32_agrees_to_rounding_also_with_large_logits():
     hidden, weight, targets = problem(torch.float32)
     expected = torchs_loss(hidden * 30, weight, targets)
-    loss = chunked_next_token_loss(hidden * 30, weight, targets, chunk_tokens=4)
+    loss = chunked_loss_sum(hidden * 30, weight, targets, chunk_tokens=4)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(
         torch.autograd.grad(loss, weight), torch.autograd.grad(expected, weight)
@@ -94,7 +90,7 @@ def test_under_bf16_autocast_it_is_as_close_to_the_exact_loss_as_the_plain_one()
     exact = torch.autograd.grad(torchs_loss(hidden, weight, targets), (hidden, weight))
     with torch.autocast("cpu", torch.bfloat16):
         plain = torchs_loss(hidden, weight, targets)
-        chunked = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4)
+        chunked = chunked_loss_sum(hidden, weight, targets, chunk_tokens=4)
     assert chunked.dtype == torch.float32
     torch.testing.assert_close(chunked, plain)  # the same bf16 logits, summed in fp32
     plain_grads = torch.autograd.grad(plain, (hidden, weight))
@@ -109,17 +105,16 @@ def test_in_fp16_no_gradient_vanishes_for_the_number_of_tokens():
     n_tokens, v = 4096, 3000
     weight = torch.zeros(v, 1, requires_grad=True)  # all tokens equally probable
     with torch.autocast("cpu", torch.float16):
-        loss = chunked_next_token_loss(
-            torch.ones(n_tokens, 1), weight, torch.zeros(n_tokens, dtype=torch.int64)
-        )
+        targets = torch.zeros(n_tokens, dtype=torch.int64)
+        loss = chunked_loss_sum(torch.ones(n_tokens, 1), weight, targets) / n_tokens
     loss.backward()
     torch.testing.assert_close(weight.grad[1:], torch.full((v - 1, 1), 1 / v), rtol=2**-9, atol=0)
 
 
 def test_bf16_weights_get_bf16_gradients_and_an_fp32_loss():
     hidden, weight, targets = problem(torch.bfloat16)
-    loss = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4)
-    plain = next_token_loss(hidden @ weight.T, targets)
+    loss = chunked_loss_sum(hidden, weight, targets, chunk_tokens=4)
+    plain = token_losses(hidden @ weight.T, targets).sum()
     assert loss.dtype == plain.dtype == torch.float32
     torch.testing.assert_close(loss, plain)
     for gradient, expected in zip(
@@ -133,12 +128,11 @@ def test_bf16_weights_get_bf16_gradients_and_an_fp32_loss():
         )  # a few bf16 roundings
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_batch_without_a_target_has_loss_and_gradients_zero(reduction):
+def test_a_batch_without_a_target_has_loss_and_gradients_zero():
     hidden, weight, targets = problem(n_ignored=B * T)
     for loss in (
-        chunked_next_token_loss(hidden, weight, targets, reduction=reduction),
-        next_token_loss(hidden @ weight.T, targets, reduction=reduction),
+        chunked_loss_sum(hidden, weight, targets),
+        token_losses(hidden @ weight.T, targets).sum(),
     ):
         assert loss.item() == 0.0
         assert not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
@@ -151,14 +145,14 @@ def test_what_needs_no_gradient_gets_none(frozen):
     inputs[frozen].requires_grad_(False)
     learned = inputs[1 - frozen]
     expected = torch.autograd.grad(torchs_loss(hidden, weight, targets), learned)
-    chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4).backward()
+    chunked_loss_sum(hidden, weight, targets, chunk_tokens=4).backward()
     torch.testing.assert_close(learned.grad, *expected)
     assert inputs[frozen].grad is None
 
 
 def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
     hidden, weight, targets = problem()
-    loss = chunked_next_token_loss(hidden, weight, targets)
+    loss = chunked_loss_sum(hidden, weight, targets)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -197,16 +191,14 @@ def test_no_tensor_is_as_large_as_the_logits(autocast):
         return seen.numel
 
     assert largest(lambda: torchs_loss(hidden[None], weight, targets[None])) == n_tokens * v
-    chunked = largest(
-        lambda: chunked_next_token_loss(hidden, weight, targets, chunk_tokens=chunk_tokens)
-    )
+    chunked = largest(lambda: chunked_loss_sum(hidden, weight, targets, chunk_tokens=chunk_tokens))
     assert chunked == chunk_tokens * 128  # 100 rounded up to VOCAB_MULTIPLE, 64
 
 
 def test_evaluation_forms_no_gradients():
     hidden, weight, targets = problem()
     with torch.no_grad(), Watch() as seen:
-        loss = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=7)
+        loss = chunked_loss_sum(hidden, weight, targets, chunk_tokens=7)
     assert seen.n_matmuls == 3  # each chunk has a single matrix multiplication
     assert not loss.requires_grad
     torch.testing.assert_close(loss, torchs_loss(hidden, weight, targets).detach())

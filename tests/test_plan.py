@@ -13,7 +13,7 @@ from gptrain.costs.choice import compare, largest_batch_size, optimizer_states, 
 from gptrain.costs.hardware import Link, Machine, device_of, machine_of
 from gptrain.costs.net import Net, net_of, train_flops_per_token
 from gptrain.costs.step import Step, estimate, memory, states
-from gptrain.loss import next_token_loss
+from gptrain.loss import token_losses
 from gptrain.models import SimpleGPT
 from tests.command_line import compose_run
 from tests.tools.plan_scale import mpt_errors
@@ -79,7 +79,7 @@ def test_the_flops_are_those_that_torch_counts(vocab_size, d_model, n_heads, n_l
     # The plain kernel: a fused one computes the scores a second time in its backward pass, which
     # torch counts and model FLOPs do not.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        next_token_loss(net(tokens), tokens).backward()
+        token_losses(net(tokens), tokens).sum().backward()
     sizes = Net(vocab_size, d_model, n_heads, n_heads, n_layers, 4 * d_model)
     flops = train_flops_per_token(sizes.matrix_weights, n_layers, d_model, n_positions)
     assert tokens.numel() * flops == pytest.approx(counter.get_total_flops(), rel=0.01)

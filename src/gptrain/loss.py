@@ -7,7 +7,7 @@ logits of the full batch in memory.
 # N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab, W padded V
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -47,49 +47,27 @@ class LossOptions:
 PLAIN_CROSS_ENTROPY = LossOptions()  # cross entropy without additional terms, as in val/loss
 
 
-def next_token_loss(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+def token_losses(
+    logits: Tensor, targets: Tensor, options: LossOptions = PLAIN_CROSS_ENTROPY
 ) -> Tensor:
-    """Compute the cross entropy of logits and targets in nats, a scalar tensor.
+    """Compute the cross entropy of each token in nats, (N,), which is 0 if the target is -100.
 
     The result is in fp64 for logits in fp64, else in fp32.
 
     Args:
         logits: Logits, (..., V).
-        targets: Target token ids, (...), int64. Positions with target -100 do not count.
-        reduction: "mean" over the positions that count, or "sum". Both are 0 if no position counts.
-        label_smoothing, z_loss: As in `LossOptions`.
-
-    Raises:
-        KeyError: If `reduction` has another value.
+        targets: Target token ids, (...), int64, N in all. Positions with target -100 do not count.
+        options: Label smoothing and z-loss.
     """
-    targets = targets.flatten()  # (N,)
-    losses = token_losses(logits.flatten(0, -2), targets, label_smoothing, z_loss)
-    return _reduce_total(losses.sum(), targets, reduction)
-
-
-def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
-    """Compute the loss of each token in nats, (N,), which is 0 if the target is -100.
-
-    The result is in fp64 for logits in fp64, else in fp32.
-
-    Args:
-        logits: Logits, (N, V).
-        targets: Target token ids, (N,), int64.
-        label_smoothing, z_loss: As in `LossOptions`.
-    """
+    logits, targets = logits.flatten(0, -2), targets.flatten()  # (N, V), (N,)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    smoothing = options.label_smoothing
     losses = F.cross_entropy(
-        logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing
+        logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
     )
-    if z_loss:
+    if options.z_loss:
         log_z = logits.logsumexp(dim=-1).where(targets != IGNORED, 0.0)
-        losses = losses + z_loss * log_z.square()
+        losses = losses + options.z_loss * log_z.square()
     return losses
 
 
@@ -175,36 +153,36 @@ def cross_entropy_in_place(
     return losses, padded_logits.copy_(padded_exact)
 
 
-def chunked_next_token_loss(
+def chunked_loss_sum(
     hidden: Tensor,
     head_weight: Tensor,
     targets: Tensor,
+    options: LossOptions = PLAIN_CROSS_ENTROPY,
     *,
     chunk_tokens: int | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     cross_entropy: Callable[..., tuple[Tensor, Tensor | None]] = cross_entropy_in_place,
 ) -> Tensor:
-    """Compute next_token_loss(hidden @ head_weight.T, targets) without the (N, V) logits.
+    """Compute the sum of token_losses(hidden @ head_weight.T, targets) without the (N, V) logits.
 
     The forward pass computes the logits of `chunk_tokens` positions at a time, and their gradients,
     if any are needed, at once. So only a few (C, V) tensors exist at any time. Under autocast the
     matrix multiplications use its dtype. The losses and the gradient of the head are summed in
     fp32, or in fp64 if the multiplications are in fp64.
 
+    The caller divides the sum. Gradients of the sum with respect to logits have a size of up to 1.
+    Those of the mean would underflow in fp16: the loss scaler acts only in the backward pass.
+
     Args:
         hidden: Hidden states, (..., D).
         head_weight: Weight of the head, (V, D).
         targets: Target token ids, (...), int64. Positions with target -100 do not count.
+        options: Label smoothing and z-loss.
         chunk_tokens: Number of positions C of a chunk. More take more memory, and on a GPU less
             time. None chooses by device type.
-        reduction, label_smoothing, z_loss: As in `next_token_loss`.
         cross_entropy: `cross_entropy_in_place`, or a function with its first six arguments and its
             result.
 
     Raises:
-        KeyError: If `reduction` has another value.
         RuntimeError: In the backward pass of the result, if it runs a second time or computes
             second derivatives.
 
@@ -216,16 +194,12 @@ def chunked_next_token_loss(
         this function, C from 128 to 508  0.76, 103 to 205 MB, of which the head's gradient has 103
     """
     chunk_tokens = chunk_tokens or loss_rows(hidden.device.type)
-    cross_entropy = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
-    hidden = hidden.flatten(0, -2)  # (N, D)
-    targets = targets.flatten()  # (N,)
+    cross_entropy = partial(cross_entropy, **asdict(options))
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()  # (N, D), (N,)
     grad_enabled = torch.is_grad_enabled()  # grad mode is always off inside a Function
-    total = _ChunkedLoss.apply(
+    return _ChunkedLoss.apply(
         hidden, head_weight, targets, chunk_tokens, cross_entropy, grad_enabled
     )
-    # Divide the sum only now. Gradients of the sum with respect to logits have a size of up to 1.
-    # Gradients of the mean would underflow in fp16: the loss scaler acts only in backward.
-    return _reduce_total(total, targets, reduction)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -329,11 +303,6 @@ def _cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _round_up(number: int, multiple: int) -> int:
     """Round a number up to a multiple of another number."""
     return -(-number // multiple) * multiple
-
-
-def _reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """Return the sum of the losses, or their mean over the targets that are not -100."""
-    return total / {"sum": 1, "mean": count_targets(targets)}[reduction]
 
 
 def count_targets(targets: Tensor) -> Tensor:

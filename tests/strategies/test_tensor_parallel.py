@@ -1,13 +1,12 @@
 """Tensor parallelism on two ranks equals one process, also with a sharded vocabulary."""
 
-import itertools
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from gptrain.core.strategies import ParallelDims
-from gptrain.loss import next_token_loss
+from gptrain.loss import LossOptions, token_losses
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.tensor import vocab_parallel_loss
 from tests.strategies.ranks import on_ranks
@@ -27,13 +26,11 @@ def _head(v=61, d=8):
 
 @on_ranks(2)
 def test_the_loss_over_a_sharded_vocabulary_is_exact_with_all_loss_options():
-    options = itertools.product((0.0, 0.1, 1.0), (0.0, 1e-2), ("mean", "sum"))
-    for label_smoothing, z_loss, reduction in options:
+    for options in map(LossOptions, (0.0, 0.1, 1.0) * 2, (0.0, 0.0, 0.0, 1e-2, 1e-2, 1e-2)):
         hidden, whole, part, targets = _head()
-        named = {"label_smoothing": label_smoothing, "z_loss": z_loss, "reduction": reduction}
-        expected = next_token_loss(hidden @ whole.T, targets, **named)
+        expected = token_losses(hidden @ whole.T, targets, options).sum()
         expected_grads = torch.autograd.grad(expected, (hidden, whole))
-        loss = vocab_parallel_loss(hidden, part, targets, chunk_tokens=4, **named)
+        loss = vocab_parallel_loss(hidden, part, targets, options, chunk_tokens=4)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         of_hidden, of_part = torch.autograd.grad(loss, (hidden, part))
         dist.all_reduce(of_hidden)  # each rank's columns give a partial sum

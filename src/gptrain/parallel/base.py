@@ -12,7 +12,7 @@ called by the one above it:
         StepMean.count_and_get_divisor
                                    count the targets of the micro-batch, and return the divisor
         Parallel.loss_sum          run the net and sum the losses over the targets, by
-                                   `loss.chunked_next_token_loss` or `loss.next_token_loss`
+                                   `loss.chunked_loss_sum` or `loss.token_losses`
     StepMean.reduce                after the last micro-step: average the losses, for the log
 
 Nothing multiplies gradients after the backward pass. So whatever training_step adds to the loss
@@ -22,7 +22,7 @@ counts as it was written, and hooks see the gradients of a step as the optimizer
 # B batch, T time, C tokens of a chunk, D d_model, V vocab
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -46,11 +46,11 @@ from gptrain.core.strategies import (
 from gptrain.loss import (
     IGNORED,
     LossOptions,
-    chunked_next_token_loss,
+    chunked_loss_sum,
     count_targets,
     cross_entropy_in_place,
     logits_in_chunks,
-    next_token_loss,
+    token_losses,
 )
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
@@ -142,7 +142,7 @@ class Parallel:
         self._gradient_group: Any = self._shard_mesh.get_group() if is_shared else self.data_group
         self._finds_unused = getattr(self.options, "find_unused_parameters", True)
         is_split = TENSOR in self.axes  # the rows of the head
-        self._chunked_loss: Any = vocab_parallel_loss if is_split else chunked_next_token_loss
+        self._chunked_loss: Any = vocab_parallel_loss if is_split else chunked_loss_sum
 
     def _group_along(self, axis: str) -> Any:
         """Return this rank's group along an axis of the mesh, such as "data"; None if `single`."""
@@ -170,7 +170,7 @@ class Parallel:
         # On a CPU the compiled cross entropy is slower. A divided vocabulary has its own loss.
         if compile != "none" and self.device.type == "cuda" and TENSOR not in self.axes:
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
-            self._chunked_loss = partial(chunked_next_token_loss, cross_entropy=compiled)
+            self._chunked_loss = partial(chunked_loss_sum, cross_entropy=compiled)
 
     def _split(self, net: Net) -> None:
         """Split layers and sequences in place, before activation checkpointing and compile."""
@@ -251,7 +251,7 @@ class Parallel:
             total = self.head_loss(net, net.hidden(tokens, **layout), targets, options)
         else:
             logits = net_logits(net, tokens, targets, **layout)
-            total = next_token_loss(logits, targets, reduction="sum", **asdict(options))
+            total = token_losses(logits, targets, options).sum()
         return total if group is None else sum_over_parts(total, group)
 
     def uses_hidden(self, net: nn.Module) -> bool:
@@ -273,10 +273,9 @@ class Parallel:
             targets: Target token ids, (B, T). Targets that are -100 do not count.
             options: Label smoothing and z-loss.
         """
-        arguments: dict[str, Any] = {"reduction": "sum", **asdict(options)}
         if net.head.bias is not None:
-            return next_token_loss(net.head(hidden), targets, **arguments)
-        return self._chunked_loss(hidden, net.head.weight, targets, **arguments)
+            return token_losses(net.head(hidden), targets, options).sum()
+        return self._chunked_loss(hidden, net.head.weight, targets, options)
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the logits (B, T, V) of a full net, by the parts that the strategy calls.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
+from gptrain.loss import chunked_loss_sum, cross_entropy_in_place
 from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import Net
 
@@ -246,18 +246,17 @@ def _scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
     return functional.wait_tensor(_reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
 
 
-def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Return the loss of hidden states under a head whose rows the tensor ranks divide, a scalar.
+def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, *args, **kwargs) -> Tensor:
+    """Return the sum of the losses under a head whose rows the tensor ranks divide, a scalar.
 
     All ranks of the head's mesh must call it, with the same hidden states and targets, and get the
-    same loss. The gradient of `hidden` covers only this rank's part of the vocabulary: the backward
+    same sum. The gradient of `hidden` covers only this rank's part of the vocabulary: the backward
     pass of `gather_sequence` sums it.
 
     Args:
         hidden: Hidden states, (..., D).
         head_weight: Weight of the head, (V, D), a DTensor that is sharded by rows.
-        targets: Target token ids, (...), int64. Positions with target -100 do not count.
-        options: Other options of `loss.chunked_next_token_loss`.
+        args, kwargs: Further arguments of `loss.chunked_loss_sum`: the targets, and the options.
     """
     assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
@@ -268,9 +267,8 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
         vocab_size=vocab_size,
         all_reduce=lambda tensor, name: dist.all_reduce(tensor, operations[name], mesh.get_group()),
     )
-    return chunked_next_token_loss(
-        hidden, head_weight.to_local(), targets, cross_entropy=cross_entropy, **options
-    )
+    kwargs["cross_entropy"] = cross_entropy
+    return chunked_loss_sum(hidden, head_weight.to_local(), *args, **kwargs)
 
 
 def _pad_to_multiple(tokens: Tensor, n: int) -> Tensor:

@@ -103,6 +103,6 @@ def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
         start = max(0, n_done - context + 1)
         window = tokens[start : start + limit + 1]
         logits = net(window[None, :-1])[0, n_done - start :]  # (T + 1 - context, V)
-        parts.append(-token_losses(logits, window[n_done - start + 1 :], 0.0, 0.0))
+        parts.append(-token_losses(logits, window[n_done - start + 1 :]))
         n_done += len(parts[-1])
     return torch.cat(parts).cpu()

@@ -150,18 +150,18 @@ class OurGPT(nn.Module):
         super().__init__()
         from hydra.utils import get_class
 
-        from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
+        from gptrain.loss import chunked_loss_sum, cross_entropy_in_place
         from gptrain.parallel.activation import apply_compile
 
         self.net: Any = get_class(spec["net"])(**spec["model"])
         apply_compile(self.net, spec["compile"])
-        self.loss: Callable[..., Tensor] = chunked_next_token_loss
+        self.loss: Callable[..., Tensor] = chunked_loss_sum
         if spec["compile"] != "none" and spec["device"] == "cuda":
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
-            self.loss = partial(chunked_next_token_loss, cross_entropy=compiled)
+            self.loss = partial(chunked_loss_sum, cross_entropy=compiled)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(self.net.hidden(tokens), self.net.head.weight, targets)
+        return self.loss(self.net.hidden(tokens), self.net.head.weight, targets) / targets.numel()
 
 
 def make_loader(spec: Spec, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
