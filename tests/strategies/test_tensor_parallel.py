@@ -1,6 +1,5 @@
 """Tensor parallelism on two ranks equals one process, also with a sharded vocabulary."""
 
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor

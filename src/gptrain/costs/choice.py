@@ -147,28 +147,24 @@ def compare(
         changes: Config key -> new value, for the keys that select the best strategy and make it
             fit. None if `best` is None.
     """
-
-    def rows_of(changes: Mapping[str, Any], share: float = 1.0) -> dict[str, dict[str, Any]]:
-        part = replace(machine, memory_bytes=share * machine.memory_bytes)
-        return _estimates(run.changed(changes), sample_tokens, part, n_nodes)
-
+    levels = [_estimates(run.changed(level), sample_tokens, machine, n_nodes) for level in _LEVELS]
     net = net_of(run.model)
     n_parameters = net and int(net.parameters(net.n_layers, True, True))
-    result = {"parameters": n_parameters, "strategies": rows_of({})}
+    result = {"parameters": n_parameters, "strategies": levels[0]}
     rows = STRATEGIES
     if find_precision(run.trainer.precision).is_fp16:
         rows = {name: row for name, row in rows.items() if row.is_standard}
     if run.model.compile == "model":  # allowed only with strategies that take any net
         rows = {name: row for name, row in rows.items() if not row.needs}
-    least = [name for name, row in rows_of(_LEVELS[-1], _ROOM).items() if row["fits"]]
-    fits_whole = any(set(rows[name].axes) <= {DATA} for name in least if name in rows)
+    room = _ROOM * machine.memory_bytes
+    whole = [row for n, row in levels[-1].items() if n in rows and {*rows[n].axes} <= {DATA}]
+    fits_whole = any(row["bytes_per_device"]["total"] <= room for row in whole)
     divided = [] if fits_whole else [name for name, row in rows.items() if CONTEXT in row.axes]
     names = divided + [name for name, row in rows.items() if CONTEXT not in row.axes]
-    for level in _LEVELS:
-        planned = rows_of(level)
+    for level, planned in zip(_LEVELS, levels, strict=True):
         fitting = [name for name in names if name in planned and planned[name]["fits"]]
         # Without times, on a CPU, the strategies that use all devices count as equally fast.
-        speeds = {n: planned[n]["tokens_per_s"] or len(rows[n].axes[:1]) for n in fitting}
+        speeds = {n: planned[n]["tokens_per_s"] or (1 if rows[n].axes else 0) for n in fitting}
         equal = (name for name in fitting if speeds[name] >= _EQUAL * max(speeds.values()))
         if best := next(equal, None):
             on_one = {"trainer.devices": 1} if best == "single" else {}

@@ -22,7 +22,7 @@ class Link(NamedTuple):
 
     Attributes:
         name: Name of the link, such as "nvlink4".
-        bytes_per_s: One-way bandwidth of one device.
+        bytes_per_s: One-way bandwidth of one device that training reaches.
         latency_s: Seconds per message, in addition to the time of its bytes.
     """
 
@@ -41,8 +41,9 @@ _LINKS = (
     (14e-6, {"infiniband_hdr": 25, "infiniband_ndr": 50, "infiniband_xdr": 100}),
     (14e-6, {"ethernet_10": 1.25, "ethernet_25": 3.125, "ethernet_100": 12.5, "ethernet_400": 50}),
 )  # fmt: skip
-LINKS = {name: Link(name, gb * 1e9, s) for s, links in _LINKS for name, gb in links.items()}
-
+LINKS = {
+    name: Link(name, _BANDWIDTH * gb * 1e9, s) for s, links in _LINKS for name, gb in links.items()
+}
 
 # Fractions of the peak that training reaches, for each GPU generation: of the FLOP/s in matrix
 # multiplications, and of their speed in attention, whose masked positions count as computed. All
@@ -162,11 +163,10 @@ def machine_of(
     """
     _, gib, tb_per_s, own_link, tflops, (matmul, attention), sheet = DEVICES[name]
     near, far = LINKS[link or own_link], LINKS[network]
-    links = [n._replace(bytes_per_s=_BANDWIDTH * n.bytes_per_s) for n in (near, far)]
     flops_per_s = {kind: matmul * n * 1e12 for kind, n in zip(_TYPES, tflops, strict=True) if n}
     memory_bytes, bandwidth = gib * 2**30 - _CONTEXT_BYTES, _BANDWIDTH * tb_per_s * 1e12
     source = f"data sheet, {sheet}; {near.name}, {far.name}"
-    speeds: Any = (memory_bytes, flops_per_s, bandwidth, *links, source, matmul, attention)
+    speeds: Any = (memory_bytes, flops_per_s, bandwidth, near, far, source, matmul, attention)
     return Machine(name, n_local, *speeds)
 
 

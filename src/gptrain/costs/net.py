@@ -5,7 +5,6 @@ V vocab_size, D d_model, F d_ff, D_q and D_kv the widths of all query heads and 
 """
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from gptrain.core.schema import LlamaConfig, ModelConfig, SimpleGPTConfig
@@ -78,9 +77,7 @@ class Net:
         """Number of weights that multiply each token: all matrices and the head, also if tied."""
         return self.n_layers * self.block_matrices + self.table
 
-    def parameters(
-        self, n_blocks: int, is_first: bool, is_last: bool, n_tensor: int = 1, n_shards: int = 1
-    ) -> float:
+    def parameters(self, n_blocks: int, is_first: bool, is_last: bool, n_tensor: int = 1) -> float:
         """Return the number of parameters that one rank holds of a part of the net.
 
         Args:
@@ -91,27 +88,18 @@ class Net:
             n_tensor: Number of tensor-parallel ranks that split the part. Norms, the position
                 table and the biases of out and down are not split. The result is exact if
                 `n_tensor` divides the sizes.
-            n_shards: Number of FSDP shards of each tensor. The result is the size of the first
-                shard, which has ceil(rows / n_shards) rows.
         """
         n_biases = 1 if self.has_biases else 0  # of a linear layer, and of a norm
         n_tables = 1 if self.is_tied and is_first and is_last else [is_first, is_last].count(True)
-        # Sizes (rows, columns) of the tensors of a block. A bias is a column more.
-        up = [self.d_q, self.d_kv, self.d_kv, *[self.d_ff] * self.n_up]  # rows of q, k, v, up, gate
-        block: list[tuple[float, float]] = [(n / n_tensor, self.d_model + n_biases) for n in up]
-        block += [(self.d_model, n / n_tensor) for n in (self.d_q, self.d_ff)]  # out and down
+        split = self.block_matrices + n_biases * (self.d_q + 2 * self.d_kv + self.n_up * self.d_ff)
         # The weights of two norms. With biases: the biases of the norms, of out and of down.
-        block += [(self.d_model, 2 + 4 * n_biases)]
-        block += [(self.d_q / self.n_heads, 2 if self.has_qk_norm else 0)]
-        root: list[tuple[float, float]] = [(self.vocab_size / n_tensor, n_tables * self.d_model)]
-        root += [(self.n_positions if is_first else 0, self.d_model)]
-        root += [(self.d_model, 1 + n_biases if is_last else 0)]
-
-        def count(tensors: list[tuple[float, float]]) -> float:
-            shards = (rows if n_shards == 1 else ceil(rows / n_shards) for rows, _ in tensors)
-            return sum(rows * columns for rows, (_, columns) in zip(shards, tensors, strict=True))
-
-        return n_blocks * count(block) + count(root)
+        block = split / n_tensor + (2 + 4 * n_biases) * self.d_model
+        if self.has_qk_norm:
+            block += 2 * self.d_q / self.n_heads
+        root = n_tables * self.table / n_tensor
+        root += self.n_positions * self.d_model if is_first else 0
+        root += (1 + n_biases) * self.d_model if is_last else 0
+        return n_blocks * block + root
 
 
 def net_of(model: ModelConfig) -> Net | None:

@@ -115,12 +115,11 @@ class Step:
     def held(self) -> tuple[float, float]:
         """Number of the rank's parameters in blocks, and of those outside, before FSDP shards them.
 
-        The padding that makes all shards of a tensor equally large is included.
+        The padding that makes all shards of a tensor equally large is left out.
         """
-        n_blocks, is_first, is_last = self.part
-        tensor, shards = self.dims.tensor, self.n_shards
-        blocks = self.net.parameters(n_blocks, False, False, tensor, shards)
-        return shards * blocks, shards * self.net.parameters(0, is_first, is_last, tensor, shards)
+        n_blocks, *ends = self.part
+        blocks = self.net.parameters(n_blocks, False, False, self.dims.tensor)
+        return blocks, self.net.parameters(0, *ends, self.dims.tensor)
 
     @property
     def ends(self) -> list[Step]:
@@ -131,27 +130,11 @@ class Step:
 # Memory
 
 
-def states(step: Step) -> dict[str, float]:
-    """Return the bytes of a rank's weights, gradients and optimizer states.
-
-    The result is exact if the tensor and the pipeline ranks divide the sizes.
-
-    Returns:
-        {"weights", "gradients", "optimizer"} in bytes.
-    """
-    blocks, root = step.held
-    matrices = step.part[0] * step.net.block_matrices / step.dims.tensor
-    of_matrices, of_others = step.states
-    n_states = of_matrices * matrices + of_others * (blocks + root - matrices)
-    numbers = {"weights": blocks + root, "gradients": blocks + root, "optimizer": n_states}
-    return {name: n * step.weight_bytes / step.n_shards for name, n in numbers.items()}
-
-
 def memory(step: Step) -> dict[str, float]:
     """Return the bytes of each part of a rank's memory, and in `total` the peak during a step.
 
     The total is at most the sum of the parts, because activations are freed while gradients are
-    allocated.
+    allocated. Weights, gradients and optimizer states are exact if the ranks divide the sizes.
 
     Returns:
         {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "total"} in bytes.
@@ -161,9 +144,12 @@ def memory(step: Step) -> dict[str, float]:
     net, n_tensor = step.net, step.dims.tensor
     n_blocks, _, is_last = step.part
     blocks, root = step.held
-    parts = states(step)
+    matrices, table = n_blocks * net.block_matrices / n_tensor, net.table / n_tensor
+    of_matrices, of_others = step.states
+    n_states = of_matrices * matrices + of_others * (blocks + root - matrices)
+    numbers = {"weights": blocks + root, "gradients": blocks + root, "optimizer": n_states}
+    parts = {name: n * step.weight_bytes / step.n_shards for name, n in numbers.items()}
     gradients = parts["gradients"]
-    table = net.table / n_tensor
     tokens = step.rank_tokens / step.microbatches
     kept_per_token, recomputed_per_token = activations(step)
 
@@ -197,7 +183,7 @@ def memory(step: Step) -> dict[str, float]:
     else:
         early = gradients if is_stored or step.dims.gradient_ranks > 1 else 0.0
         is_copied = step.is_mixed and step.checkpointing != "full"
-        copies = 2 * n_blocks * net.block_matrices / n_tensor if is_copied else 0.0
+        copies = 2 * matrices if is_copied else 0.0
 
     # Tensors that exist during the backward pass of one block. A tensor group gathers sequences and
     # copies them into the order of time.
