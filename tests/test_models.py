@@ -23,6 +23,7 @@ from gptrain.models.attention import (
     document_mask,
 )
 from gptrain.models.rms_norm import RMSNorm
+from gptrain.parallel.placement import allocate
 from tests.command_line import compose_run
 
 SIZES = {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 16}
@@ -189,7 +190,7 @@ def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weig
     with torch.device("meta"):
         net = make()
     assert draw == torch.rand(()) and all(p.is_meta for p in net.parameters())
-    net.to_empty(device="cpu")
+    allocate(net, "cpu")
     # Backwards by name: a tied head comes after the token embedding.
     for name, parameter in sorted(net.state_dict().items(), reverse=True):
         net.init_parameter(name, parameter)

@@ -88,11 +88,12 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleList(make_block() for _ in range(self.n_layers))
             self.norm = make_norm()
             self.head = nn.Linear(self.d_model, self.vocab_size, bias=False)
-            if self.tie_head:
-                self.head.weight = self.token_embedding.weight
         device = torch.get_default_device()
         if device.type != "meta":
             self.to_empty(device=device)
+        if self.tie_head:
+            self.head.weight = self.token_embedding.weight
+        if device.type != "meta":
             for name, parameter in self.named_parameters():
                 self.init_parameter(name, parameter)
 
@@ -188,18 +189,6 @@ class Decoder(nn.Module):
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
             normal = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
             tensor.copy_(normal.normal_(0.0, std, generator=generator))
-
-    def _apply(self, fn, recurse=True):
-        """Apply a function to all tensors, as nn.Module does, and tie the head again.
-
-        `to_empty` would leave a separate parameter under each of the two names.
-        """
-        tied = self.head is not None and self.token_embedding is not None
-        tied = tied and self.head.weight is self.token_embedding.weight
-        super()._apply(fn, recurse)
-        if tied:
-            self.head.weight = self.token_embedding.weight
-        return self
 
 
 class Block(nn.Module):

@@ -30,7 +30,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Parameter groups, as `muon_groups` makes them. A group without `use_muon` is updated
-            by AdamW.
+            by AdamW. One with it must have matrices only.
         lr: Learning rate of groups without their own.
         betas: Decay rates of AdamW's averages.
         eps: Epsilon of AdamW.
@@ -49,8 +49,7 @@ class Muon(torch.optim.Optimizer):
         parameter_groups: `muon_groups`. gptrain calls it to make `params`.
 
     Raises:
-        ValueError: If a group with `use_muon=True` has a parameter that is not a matrix, or if
-            torch.optim.AdamW refuses an option.
+        ValueError: If torch.optim.AdamW refuses an option.
     """
 
     replicas: DeviceMesh | None = None
@@ -69,28 +68,11 @@ class Muon(torch.optim.Optimizer):
     ):
         no_parameters = [{"params": []}]  # step() gives AdamW its groups
         self._adamw = torch.optim.AdamW(no_parameters, lr, betas, eps, weight_decay, fused=fused)
-        self._muon_defaults = {"momentum": momentum}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": False})
+        defaults = {**self._adamw.defaults, "momentum": momentum, "use_muon": False}
+        super().__init__(params, defaults)
 
     # gptrain calls this function before it builds the optimizer of a run.
     parameter_groups = staticmethod(muon_groups)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with the default options of Muon or of AdamW (`use_muon=False`).
-
-        Raises a ValueError if a group with `use_muon=True` has a parameter that is not a matrix.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        defaults = self._muon_defaults if group["use_muon"] else self._adamw.defaults
-        for name, value in defaults.items():
-            group.setdefault(name, value)
-        for parameter in group["params"]:
-            if group["use_muon"] and parameter.ndim != 2:
-                raise ValueError(
-                    f"Muon: a parameter of shape {tuple(parameter.shape)} in a group with "
-                    f"use_muon=True, which allows matrices only; set use_muon=False for AdamW"
-                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
