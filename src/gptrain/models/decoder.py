@@ -5,7 +5,7 @@
 import hashlib
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -124,14 +124,13 @@ class Decoder(nn.Module):
         The arguments and the error are those of `forward`.
         """
         x = self.embed(tokens, 0 if cache is None else cache[-1].length, layout)
-        blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage
-        options = {} if layout is None else {"layout": layout}  # a user's block may not have it
-        if cache is None:
-            for block in blocks:
-                x = block(x, **options)
-        else:
-            for block, layer in zip(blocks, cache, strict=True):
-                x = block(x, layer, **options)
+        # A user's block may have neither argument.
+        options: dict[str, Any] = {} if layout is None else {"layout": layout}
+        # `blocks` is an nn.ModuleList, or an nn.ModuleDict on a pipeline stage.
+        for number, block in enumerate(self.blocks.children()):
+            if cache is not None:
+                options["cache"] = cache[number]
+            x = block(x, **options)
         return self.norm(x)
 
     def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 # Keys that name code to download, and the dtype of the weights, which trainer.precision determines.
@@ -44,8 +43,7 @@ class HuggingFace(nn.Module):
         ModuleNotFoundError: If transformers is not installed.
         OSError: If `path` has no config.json.
         ValueError: If the config.json is not JSON, or if transformers does not know the
-            `model_type` or cannot build the model. On the meta device a RuntimeError or TypeError
-            of the model is passed on.
+            `model_type` or cannot build the model.
     """
 
     def __init__(
@@ -59,9 +57,6 @@ class HuggingFace(nn.Module):
             model_config = AutoConfig.for_model(**keys)
             self.model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
         except Exception as error:  # transformers raises any type for contradicting keys
-            is_meta = torch.get_default_device().type == "meta"
-            if is_meta and isinstance(error, (RuntimeError, TypeError)):
-                raise  # the constructor may read values, which tensors on the meta device lack
             reason = " ".join(str(error).split())[:174]  # some errors list all types
             raise ValueError(f"transformers cannot build {keys['model_type']}: {reason}") from error
         self.vocab_size = vocab_size

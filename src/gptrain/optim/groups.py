@@ -59,23 +59,22 @@ def muon_groups(
         )
     names = names or {p: name for name, p in net.named_parameters()}
     hidden = {p for p in net.get_submodule("blocks").parameters() if p.ndim == 2}
+
+    def kind_of(p: nn.Parameter) -> str:
+        if p not in names:
+            return "outside_net"
+        if p in hidden:
+            return "hidden"
+        if p.ndim < 2:
+            return "vector"
+        return "head" if names[p].startswith("head.") else "embedding"
+
+    parameters = [*(net.parameters() if parameters is None else parameters)]
     lrs = {"hidden": None, "embedding": embedding_lr, "head": head_lr, "vector": vector_lr}
-    kinds: dict[str, list[nn.Parameter]] = {kind: [] for kind in (*lrs, "outside_net")}
-    for p in net.parameters() if parameters is None else parameters:
-        name = names.get(p)
-        if name is None:
-            kind = "outside_net"
-        elif p in hidden:
-            kind = "hidden"
-        elif p.ndim < 2:
-            kind = "vector"
-        else:
-            kind = "head" if name.startswith("head.") else "embedding"
-        kinds[kind].append(p)
     groups = []
-    for kind, members in kinds.items():
-        lr = lrs.get(kind)
+    for kind, lr in {**lrs, "outside_net": None}.items():
         options = {"use_muon": kind == "hidden"} | ({} if lr is None else {"lr": lr})
+        members = [p for p in parameters if kind_of(p) == kind]
         groups += [group | options for group in decay_groups(members)]
     return groups
 

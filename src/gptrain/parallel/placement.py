@@ -20,7 +20,7 @@ def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
     try:
         with torch.device("meta"):
             return make_net()
-    except (RuntimeError, TypeError):  # the constructor calls .item() or .numpy() on a tensor
+    except (RuntimeError, TypeError, ValueError):  # such as a constructor that calls .item()
         torch.random.set_rng_state(rng_state)
         return make_net()
 

@@ -78,7 +78,7 @@ def score(
     net.eval()
     try:
         for text in texts:
-            tokens = torch.tensor([int(token) for token in tokenizer.encode(text)])  # (N,)
+            tokens = torch.as_tensor(tokenizer.encode(text))  # (N,)
             first = tokens[:1].tolist()
             if token_bytes is None:
                 n_first_bytes = len(tokenizer.decode(first).encode())
