@@ -191,8 +191,7 @@ def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weig
         net = make()
     assert draw == torch.rand(()) and all(p.is_meta for p in net.parameters())
     allocate(net, "cpu")
-    # Backwards by name: a tied head comes after the token embedding.
-    for name, parameter in sorted(net.state_dict().items(), reverse=True):
+    for name, parameter in sorted(net.named_parameters(), reverse=True):
         net.init_parameter(name, parameter)
     assert all(torch.equal(state[name], made) for name, made in net.state_dict().items())
     is_tied = net.head.weight is net.token_embedding.weight

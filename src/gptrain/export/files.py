@@ -63,8 +63,9 @@ def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, forma
     """Copy the tokenizer of a run, its chat template and its generation config to an export.
 
     Files that the run lacks are left out. For hf, special tokens and their ids are also written
-    where transformers reads them. Ids in the generation config of the run win over those of the
-    tokenizer, whose end token is added.
+    where transformers reads them, and None for an id that is not known or not below `vocab_size`.
+    Ids in the generation config of the run win over those of the tokenizer, whose end token is
+    added.
 
     Args:
         tokenizer: Tokenizer of the run, or None.
@@ -83,8 +84,9 @@ def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, forma
     ids = special | read_ids(generation, config.get("vocab_size"))
     ids |= read_ids({"eos_token_id": [*dict.fromkeys([*read_ends(ids), *read_ends(special)])]})
     if tokenizer:
-        content = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
-        content |= read_facts(folder / CONFIG_NAME)
-        files.replace(folder / CONFIG_NAME, files.to_json(content))
+        facts = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+        files.replace(folder / CONFIG_NAME, files.to_json(facts | read_facts(folder / CONFIG_NAME)))
     files.replace(folder / GENERATION, files.to_json(generation | dict.fromkeys(ID_KEYS) | ids))
-    files.replace(folder / "config.json", files.to_json(config | ids))
+    # The defaults of transformers are ids of its own tokenizer.
+    known = dict.fromkeys(ID_KEYS) | read_ids(config, config.get("vocab_size"))
+    files.replace(folder / "config.json", files.to_json(config | known | ids))

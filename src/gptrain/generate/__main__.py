@@ -103,10 +103,10 @@ def generate(cfg: GenerateRun) -> None:
     if not prompts and not cfg.interactive:
         prompts = ["\n"]
     is_chat = cfg.interactive and tokenizer.chat_template if cfg.chat is None else cfg.chat
-    settings, stop = Sampling(cfg.temperature, cfg.top_k, cfg.top_p), cfg.stop
-    stop = [stop] if isinstance(stop, str) else stop
+    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
     net = net.to(device)
-    writer = Writer(net, tokenizer, settings, cfg.n_tokens, stop, cfg.seed, bool(is_chat))
+    writer = Writer(net, tokenizer, sampling, cfg.n_tokens, stop, cfg.seed, bool(is_chat))
     for number, prompt in enumerate(prompts):
         if number:
             print("---")

@@ -64,18 +64,6 @@ def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
     return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
 
 
-def head_width(d_model: int, n_heads: int, d_head: int | None) -> int:
-    """Return `d_head`, or `d_model / n_heads` if it is None.
-
-    Raises a ValueError if `d_head` is None and `n_heads` does not divide `d_model`.
-    """
-    if d_head is not None:
-        return d_head
-    if d_model % n_heads:
-        raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
-    return d_model // n_heads
-
-
 class CausalSelfAttention(nn.Module):
     """Causal self-attention, (B, T, D) -> (B, T, D), with grouped heads of k and v.
 
@@ -83,32 +71,28 @@ class CausalSelfAttention(nn.Module):
         d_model: Width D of the input and the output.
         n_heads: Number of heads of q.
         n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
+        d_head: Width K of a head.
         bias: True if the four projections have a bias.
         dropout: Dropout probability of the attention weights.
-        d_head: Width K of a head. None for `d_model / n_heads`.
 
     Attributes:
         exchange: Exchange of positions with ranks that have other positions of the same sequence
             (`context_plan` in `gptrain.models`), all of which must then call the module. None if
             this rank has all positions.
-
-    Raises:
-        ValueError: If `d_head` is None and `n_heads` does not divide `d_model`.
     """
 
     exchange: Any = None
 
     def __init__(
-        self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0,
-        d_head: int | None = None,
-    ):  # fmt: skip
+        self, d_model: int, n_heads: int, n_kv_heads: int, d_head: int, bias: bool, dropout: float
+    ):
         super().__init__()
-        self.d_head = head_width(d_model, n_heads, d_head)
+        self.d_head = d_head
         self.dropout = dropout
-        self.q_proj = nn.Linear(d_model, n_heads * self.d_head, bias)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
-        self.out_proj = nn.Linear(n_heads * self.d_head, d_model, bias)
+        self.q_proj = nn.Linear(d_model, n_heads * d_head, bias)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * d_head, bias)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * d_head, bias)
+        self.out_proj = nn.Linear(n_heads * d_head, d_model, bias)
 
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, layout: SequenceLayout | None = None

@@ -35,6 +35,10 @@ class Decoder(nn.Module):
         n_layers: Number of blocks.
         max_seq_len: Largest number of positions of a sequence.
         tie_head: True if head and token embedding share one parameter.
+        d_head: Width of a head. None for `d_model / n_heads`, which is then the attribute.
+
+    Raises:
+        ValueError: If `d_head` is None and `n_heads` does not divide `d_model`.
     """
 
     # Layers that every subclass has. The roles are those of gptrain.models.
@@ -58,8 +62,10 @@ class Decoder(nn.Module):
 
     def __init__(
         self, vocab_size: int, d_model: int, n_heads: int, n_layers: int, max_seq_len: int,
-        tie_head: bool,
+        tie_head: bool, d_head: int | None = None,
     ):  # fmt: skip
+        if d_head is None and d_model % n_heads:
+            raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
         super().__init__()
         # Draw only one number from the global generator, on the CPU whatever the default device is.
         self._init_seed = int(torch.randint(2**62, (), device="cpu"))
@@ -69,6 +75,7 @@ class Decoder(nn.Module):
         self.n_layers = n_layers
         self.max_seq_len = max_seq_len
         self.tie_head = tie_head
+        self.d_head = d_head or d_model // n_heads
         with torch.device("meta"):
             self.token_embedding = make_embedding(vocab_size, d_model)
 
@@ -170,7 +177,8 @@ class Decoder(nn.Module):
         stream with a standard deviation that is divided by sqrt(2 * n_layers).
 
         Args:
-            name: Name of the parameter in the full net, such as `blocks.0.mlp.up_proj.weight`.
+            name: Name of the parameter in the full net, such as `blocks.0.mlp.up_proj.weight`. That
+                of a tied head is the name of the embedding.
             tensor: Tensor to fill.
         """
         module, _, kind = name.rpartition(".")
@@ -179,9 +187,6 @@ class Decoder(nn.Module):
         elif module.rpartition(".")[2].startswith("norm"):
             tensor.fill_(1.0)
         else:
-            # Both names of the shared parameter give one seed.
-            if module == "head" and self.tie_head:
-                name = "token_embedding.weight"
             writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
             std = _INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else _INIT_STD
             digest = hashlib.blake2b(f"{self._init_seed}:{name}".encode(), digest_size=8).digest()

@@ -44,7 +44,6 @@ _LLAMA: _Table = {
 }
 _TRANSPOSED = re.compile(r".*\.c_\w+\.weight")  # GPT-2's projections are (inputs, outputs)
 _CONSTANTS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # in old files
-_NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id"))  # the defaults belong to one tokenizer
 # Keys to which the nets have no alternative, with the value that a missing key stands for.
 _FIXED_GPT2 = {
     "layer_norm_epsilon": 1e-5,
@@ -63,9 +62,9 @@ def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the GPT2LMHeadModel that computes the same as a SimpleGPT.
 
     Both are by the names of transformers. The tensors share memory with the net, but the joined
-    q, k and v are copies. The tied head is left out, and the ids of special tokens are None.
+    q, k and v are copies. The tied head is left out.
     """
-    config = _gpt2_config(net) | {"n_positions": net.max_seq_len, **_NO_IDS}
+    config = _gpt2_config(net) | {"n_positions": net.max_seq_len}
     config["architectures"] = ["GPT2LMHeadModel"]
     dropout = net.get_submodule("dropout").p
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
@@ -99,16 +98,10 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the transformers model that computes the same as a Llama.
 
     Both are by the names of transformers: of Qwen3ForCausalLM with `qk_norm`, else of
-    LlamaForCausalLM. The tensors share memory with the net. A tied head is left out, and the ids of
-    special tokens are None.
+    LlamaForCausalLM. The tensors share memory with the net. A tied head is left out.
     """
-    config: dict[str, Any] = _llama_config(net)
-    config |= {"max_position_embeddings": net.max_seq_len, **_NO_IDS}
+    config = _llama_config(net) | {"max_position_embeddings": net.max_seq_len}
     config["architectures"] = ["Qwen3ForCausalLM" if net.qk_norm else "LlamaForCausalLM"]
-    # transformers 4 has rope_theta and rope_scaling, which transformers 5 also reads.
-    rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = rope if net.rope_scaling != 1 else None
     return config, _to_layout(net, _LLAMA)
 
 
@@ -122,9 +115,11 @@ def from_llama(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tens
     d_head = _QWEN3_D_HEAD if config.get("model_type") == "qwen3" else None
     completed["head_dim"] = config.get("head_dim", d_head) or net.d_model // net.n_heads
     completed["num_key_value_heads"] = completed.get("num_key_value_heads") or net.n_heads
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **rope}
-    completed["rope_parameters"] = {key: rope[key] for key in rope if key != "type"}
+    # transformers 4 has rope_theta and rope_scaling, transformers 5 has both in rope_parameters.
+    rope = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+    completed["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    completed["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
     _check_same(completed, _llama_config(net))
     return _from_layout(net, _LLAMA, tensors)
 
@@ -144,9 +139,9 @@ def _gpt2_config(net: Decoder) -> dict[str, Any]:
 
 def _llama_config(net: Decoder) -> dict[str, Any]:
     """Return the keys of LlamaConfig or Qwen3Config that determine what the net computes."""
-    rope: dict[str, Any] = {"rope_theta": net.rope_base, "rope_type": "default"}
+    rope = None
     if net.rope_scaling != 1:
-        rope |= {"rope_type": "llama3", "factor": net.rope_scaling}
+        rope = {"rope_type": "llama3", "factor": net.rope_scaling}
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope |= {"original_max_position_embeddings": LLAMA3_CONTEXT}
     return {
@@ -160,7 +155,8 @@ def _llama_config(net: Decoder) -> dict[str, Any]:
         "head_dim": net.d_head,
         "rms_norm_eps": net.norm_eps,
         "tie_word_embeddings": net.tie_head,
-        "rope_parameters": rope,
+        "rope_theta": net.rope_base,
+        "rope_scaling": rope,
         **_FIXED_LLAMA,
     }
 

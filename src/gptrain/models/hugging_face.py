@@ -84,13 +84,9 @@ class HuggingFace(nn.Module):
         """Return the model's config and its tensors by the names of transformers.
 
         The tensors are those of the model, not copies. A tied tensor has the first of its names
-        only. The id of a special token that is not below `vocab_size` becomes None: it is a default
-        of transformers for its own tokenizer.
+        only.
         """
         config = self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if isinstance(config.get(key), int) and config[key] >= self.vocab_size:
-                config[key] = None
         state = self.model.state_dict(keep_vars=True)
         first_names = {tensor: name for name, tensor in reversed(state.items())}
         return config, {name: tensor for tensor, name in first_names.items()}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.models import hf_layout
-from gptrain.models.attention import CausalSelfAttention, head_width
+from gptrain.models.attention import CausalSelfAttention
 from gptrain.models.decoder import Block, Decoder
 from gptrain.models.rms_norm import RMSNorm
 
@@ -62,9 +62,8 @@ class Llama(Decoder):
         norm_eps: float = 1e-5, qk_norm: bool = False, tie_head: bool = False,
         d_head: int | None = None,
     ):  # fmt: skip
-        super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
+        super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head, d_head)
         self.n_kv_heads = n_kv_heads
-        self.d_head = head_width(d_model, n_heads, d_head)
         self.d_ff = d_ff
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
@@ -83,7 +82,8 @@ class RotaryAttention(CausalSelfAttention):
     """Causal self-attention of a Llama, with rotary position embeddings (RoPE) of q and k."""
 
     def __init__(self, net: Llama):
-        super().__init__(net.d_model, net.n_heads, net.n_kv_heads, bias=False, d_head=net.d_head)
+        sizes = net.d_model, net.n_heads, net.n_kv_heads, net.d_head
+        super().__init__(*sizes, bias=False, dropout=0.0)
         self.rope_base = net.rope_base
         self.rope_scaling = net.rope_scaling
         self.norm_q = RMSNorm(self.d_head, net.norm_eps) if net.qk_norm else None

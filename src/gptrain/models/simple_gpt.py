@@ -58,7 +58,8 @@ class SimpleGPT(Decoder):
             self.position_embedding = make_embedding(max_seq_len, d_model)
         self.dropout = nn.Dropout(dropout)
         norm = partial(nn.LayerNorm, d_model)
-        attention = partial(CausalSelfAttention, d_model, n_heads, n_heads, True, dropout)
+        sizes = d_model, n_heads, n_heads, self.d_head
+        attention = partial(CausalSelfAttention, *sizes, bias=True, dropout=dropout)
         mlp = partial(MLP, d_model, activation)
         self.build(lambda: Block(norm(), attention(), norm(), mlp(), dropout), norm)
 
