@@ -87,7 +87,7 @@ def test_the_tokens_are_those_of_transformers_and_the_targets_those_of_the_assis
     assert chat.tokens.tolist() == other.apply_chat_template(talk, return_dict=False)
     answers = ANSWERS.get(name, " a 你\n<|im_end|>ba<|im_end|>")
     assert tokenizer.decode(chat.tokens[chat.is_target]) == answers
-    assert chat_format.end_id == tokenizer.token_to_id(ENDS.get(name, "<|im_end|>"))
+    assert chat_format.end_id == tokenizer.core.token_to_id(ENDS.get(name, "<|im_end|>"))
     asked = other.apply_chat_template(TALK[:3], add_generation_prompt=True, return_dict=False)
     assert chat_format.encode_prompt(TALK[:3]) == asked
 
@@ -115,9 +115,9 @@ def test_a_call_of_a_tool_is_a_target_without_and_after_a_content(folder):
 
 def test_special_tokens_are_encoded_on_request_only(folder):
     for tokenizer in (load_tokenizer(folder), load_tokenizer("bytes")):
-        end_id = tokenizer.token_to_id("<|im_end|>")
-        a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
+        end_id = tokenizer.core.token_to_id("<|im_end|>")
+        a, b = tokenizer.core.token_to_id("a"), tokenizer.core.token_to_id("b")
         assert tokenizer.encode("a<|im_end|>b", special=True).tolist() == [a, end_id, b]
         plain = tokenizer.encode("a<|im_end|>b")
         assert end_id not in plain and tokenizer.decode(plain) == "a<|im_end|>b"
-        assert tokenizer.token_to_id("no such token") is None
+        assert tokenizer.core.token_to_id("no such token") is None

@@ -137,7 +137,7 @@ class Answers(torch.nn.Module):
 
     def forward(self, tokens):
         prompt = tokens[0].tolist()
-        first = b"x" if prompt.count(BYTES.token_to_id("<|im_start|>")) == 4 else b"a"
+        first = b"x" if prompt.count(BYTES.core.token_to_id("<|im_start|>")) == 4 else b"a"
         said = dict(zip(b"\nabcxy", first + b"bcdy\xff", strict=True))
         if prompt[-1] == ord("\n"):
             self.given.append(prompt)

@@ -46,14 +46,15 @@ def read(path, cache, split="train", tokenizer="bytes", seq_len=64, **options):
 
 
 def stream(dataset, split):
-    return np.fromfile(dataset.folder / f"{split}.bin", dataset.files[0].dtype)
+    return np.fromfile(dataset.path.with_name(f"{split}.bin"), dataset.files[0].dtype)
 
 
 def documents_of(dataset, *splits):
     """The text of each document, by cutting the token files at their ends."""
     texts = []
     for split in splits or ("train", "val"):
-        tokens, ends = stream(dataset, split), np.fromfile(dataset.folder / f"{split}.ends", "<i8")
+        tokens = stream(dataset, split)
+        ends = np.fromfile(dataset.path.with_name(f"{split}.ends"), "<i8")
         n_end = int(dataset.end_id is not None)
         parts = [tokens[a:b] for a, b in pairwise(ends)]
         texts += [dataset.tokenizer.decode(part[: len(part) - n_end]) for part in parts]
@@ -222,7 +223,7 @@ def test_an_end_token_ends_each_document_where_it_is_wanted(tokenizer, jsonl, ca
     ended = read(jsonl, cache, tokenizer=tokenizer, end_of_document=True)
     plain = read(jsonl, cache, tokenizer=tokenizer, end_of_document=False)
     default = read(jsonl, cache, tokenizer=tokenizer)
-    assert default.folder == (plain if tokenizer == "bytes" else ended).folder
+    assert default.path == (plain if tokenizer == "bytes" else ended).path
     assert Counter(documents_of(ended)) == Counter(TEXTS) and plain.end_id is None
     assert (stream(ended, "train") == ended.end_id).sum() == len(documents_of(ended, "train")) + 1
     assert ended.token_bytes[ended.end_id] == 0
@@ -236,7 +237,7 @@ def test_masked_samples_number_the_document_of_each_token(tokenizer, jsonl, cach
     tokens, targets, numbers = dataset.__getitems__(range(len(dataset)))
     content = stream(dataset, "train")
     assert targets.flatten().tolist() == content[1 : targets.numel() + 1].tolist()
-    lengths = np.diff(np.fromfile(dataset.folder / "train.ends", "<i8"))
+    lengths = np.diff(np.fromfile(dataset.path.with_suffix(".ends"), "<i8"))
     expected = np.repeat(np.arange(len(lengths)), lengths)
     assert numbers.flatten().tolist() == expected[: numbers.numel()].tolist()
     # The context of a document's first token is the first token of the file.
@@ -274,12 +275,12 @@ def test_two_processes_prepare_the_same_once_and_memory_does_not_grow_with_the_t
 def test_the_same_text_is_prepared_once_and_another_text_again(tmp_path):
     cache = tmp_path / "cache"
     first = read(make_corpus(tmp_path / "one"), cache)
-    assert read(tmp_path / "one", cache).folder == first.folder
+    assert read(tmp_path / "one", cache).path == first.path
     # A copy is tokenized again, but a resumed run sees that it is the same text.
     assert read(make_corpus(tmp_path / "two"), cache).fingerprint == first.fingerprint
     assert read(make_corpus(tmp_path / "three", seed=1), cache).fingerprint != first.fingerprint
     others = ({"val_fraction": 0.2}, {"tokenizer": "bpe"}, {"end_of_document": True})
-    assert len({read(tmp_path / "one", cache, **other).folder for other in others}) == 3
+    assert len({read(tmp_path / "one", cache, **other).path for other in others}) == 3
     assert (
         len({read(tmp_path / "one", cache, split).fingerprint for split in ("train", "val")}) == 1
     )
@@ -298,14 +299,14 @@ def test_a_changed_text_of_equal_size_and_time_is_seen(tmp_path):
         write()
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         second = read(source, cache)
-        assert second.folder != first.folder and second.fingerprint != first.fingerprint
+        assert second.path != first.path and second.fingerprint != first.fingerprint
         first = second
 
 
 @pytest.mark.parametrize("name", ["val.bin", "val.ends", "tokenizer.json"])
 @pytest.mark.parametrize("harm", ["remove", "truncate"])
 def test_a_damaged_folder_is_never_read(harm, name, corpus, tmp_path):
-    file = read(corpus, tmp_path).folder / name
+    file = read(corpus, tmp_path, "val", "bpe").path.with_name(name)
     file.unlink() if harm == "remove" else os.truncate(file, 10)
     with pytest.raises((DataError, FileNotFoundError)):
-        read(corpus, tmp_path, "val")
+        read(corpus, tmp_path, "val", "bpe")

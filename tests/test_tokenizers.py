@@ -53,7 +53,7 @@ def test_special_tokens_padding_and_truncation_of_a_file_do_not_change_a_text(bp
     again = load_tokenizer(tmp_path)
     text = "some words<|endoftext|>some words"
     assert again.encode(text).tolist() == bpe.encode(text).tolist()
-    assert again.token_bytes[again.token_to_id("größer")] == len("größer".encode())
+    assert again.token_bytes[again.core.token_to_id("größer")] == len("größer".encode())
 
 
 def test_a_vocabulary_with_gaps_is_stored_wide_and_knows_no_bytes(tmp_path):

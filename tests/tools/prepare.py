@@ -26,7 +26,7 @@ from gptrain.data import TextDataset
 start = time.perf_counter()
 words = "train", 128, source, tokenizer, folder
 made = TextDataset(*words, val_fraction=0.0001, end_of_document=True)
-n_tokens = sum(file.n_tokens for file in made.files)
+n_tokens = made.n_tokens
 """
 THEIRS = """
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # datasets starts processes instead

@@ -8,14 +8,14 @@ import torch
 from hydra.utils import get_method
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from gptrain.assemble.load import build_target
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import DataModuleConfig, RunConfig
 from gptrain.data import BatchReader, as_pairs
-from gptrain.data.samples import has_documents, len_of
+from gptrain.data.samples import has_documents
 from gptrain.data.stream import UNKNOWN_LENGTH, StreamDataset, as_indexed
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.messages import misconfiguration_as_config_error
@@ -24,7 +24,7 @@ from gptrain.lit.user_data import LOADERS, UserData
 from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import this_process
 
-_Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
+_Datasets: TypeAlias = tuple[Any, Any, Any]  # training, validation and test set
 _STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 PAIR = "a pair of int64 (tokens (T,), targets (T,)), see gptrain.data, or a module that reads these"
 
@@ -56,7 +56,7 @@ def _build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     return UserData(module, loader, key, devices.world_size)
 
 
-def _build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
+def _build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Any:
     """Build `data.<name>`, as pairs for a LanguageModel. A ConfigError if it has no index."""
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
@@ -118,7 +118,7 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
         read["test"] = val if test is None else test
     trainer = cfg.trainer
     has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
-    if "train" in read and len_of(train) >= UNKNOWN_LENGTH and not has_end:
+    if "train" in read and len(train) >= UNKNOWN_LENGTH and not has_end:
         hint = "trainer.max_steps=1000, or max_tokens=1e9"
         raise ConfigError.of(
             "trainer.max_steps", -1, "the data are a stream without a length", hint=hint
@@ -126,9 +126,9 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
     for name, dataset in read.items():
         if getattr(cfg.trainer, f"limit_{name}_batches") == 0:
             continue
-        if name != "train" and not len_of(dataset):
+        if name != "train" and not len(dataset):
             raise ConfigError.of(f"data.{name}", None, "no samples", code=BAD_DATA)
-        if name in pairs and len_of(dataset):
+        if name in pairs and len(dataset):
             _check_pair(f"data.{name}", dataset)
 
 
@@ -141,7 +141,7 @@ def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
     return {n for n, s in steps if getattr(module, s, None) is getattr(LanguageModel, s)}
 
 
-def _check_pair(key: str, dataset: Dataset) -> None:
+def _check_pair(key: str, dataset: Any) -> None:
     """Raise a ConfigError unless the first sample is a pair that LanguageModel can train on."""
     source = [dataset[0]] if isinstance(dataset, StreamDataset) else dataset  # read once
     batch = BatchReader(source, key).__getitems__([0])
@@ -169,7 +169,7 @@ def find_tokens(sample: Any) -> Tensor | None:
     return first if first.ndim == 1 and not first.is_floating_point() and len(first) else None
 
 
-def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
+def first_batches(dataset: Any, batches: float, batch: BatchPlan) -> Subset:
     """Return the first samples of a dataset, as `trainer.overfit_batches` asks for.
 
     They are at least those of one optimizer step, unless the dataset has fewer.
@@ -179,6 +179,6 @@ def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset
         batches: Micro-batches of each rank if it is an int, the fraction of the samples if a float.
     """
     sequences = batch.batch_size * batch.data_parallel_size
-    n_all = len_of(dataset)
+    n_all = len(dataset)
     n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences
     return Subset(dataset, range(min(n_all, max(n_samples, batch.global_batch_size))))

@@ -36,7 +36,7 @@ from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan, plan_batch, plan_lengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
-from gptrain.data.samples import has_documents, len_of
+from gptrain.data.samples import has_documents
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.messages import quiet_lightning
 from gptrain.lit.strategies import build_strategy
@@ -152,7 +152,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     if isinstance(train, UserData):  # the batch size is that of the user's loader
         sized = cfg.changed({"data.batch_size": train.batch_size})
     sample_tokens = None if tokens is None else len(tokens)
-    lengths = plan_lengths(sized, len_of(train), sample_tokens, dims.data)
+    lengths = plan_lengths(sized, len(train), sample_tokens, dims.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)

@@ -1,6 +1,7 @@
 """Builds Lightning's Trainer with its callbacks, loggers, devices and precision."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from hydra.utils import get_method
@@ -8,7 +9,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from torch.utils.data import Dataset
 
 from gptrain.assemble.load import build_target
 from gptrain.assemble.resume import changed_options, identity
@@ -19,7 +19,6 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths, phase_steps, plan_batch
 from gptrain.core.schema import RunConfig
-from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
@@ -41,7 +40,7 @@ def build_trainer(
     strategy: Strategy,
     lengths: RunLengths,
     guard: Guard,
-    train: Dataset,
+    train: Any,
 ) -> pl.Trainer:
     """Build Lightning's Trainer with its callbacks and loggers.
 
@@ -68,7 +67,7 @@ def build_trainer(
         "strategy": strategy,
         "plugins": [RankEnvironment(this_process(), devices.n_local)],
         # `lengths` has turned every limit of the run into optimizer steps.
-        "max_epochs": -1 if len_of(train) >= UNKNOWN_LENGTH else lengths.n_epochs,
+        "max_epochs": -1 if len(train) >= UNKNOWN_LENGTH else lengths.n_epochs,
         "max_steps": -1 if lengths.n_steps is None else lengths.n_steps,
         "accumulate_grad_batches": accumulate,
         # A user's loaders may have batches left that do not fill an optimizer step.
@@ -120,7 +119,7 @@ def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
 
 
 def _build_callbacks(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Any
 ) -> list[pl.Callback]:
     """Build the callbacks of the `callbacks` group and those that every run has.
 
@@ -153,7 +152,7 @@ def _build_callbacks(
 
 
 def _build_checkpoints(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Any, timeline: Timeline
 ) -> Checkpoints:
     """Build the callback that saves checkpoints. The run folder must have been locked."""
     folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank

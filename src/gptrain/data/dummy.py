@@ -44,8 +44,7 @@ class DummyTextDataset(BatchDataset):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: tokens and targets, both (B, seq_len - 1) and int64."""
         # Each sample is a SplitMix64 stream that starts at a hash of the seed and the sample index.
-        samples = np.asarray(indices, dtype=np.uint64)  # (B,)
-        starts = mix64(samples * GOLDEN + self._key)
+        starts = mix64(np.asarray(indices, dtype=np.uint64) * GOLDEN + self._key)  # (B,)
         tokens = mix64(starts[:, None] + self._offsets)  # (B, S)
         tokens >>= 32
         tokens *= self.vocab_size

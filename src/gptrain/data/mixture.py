@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset
 
 from gptrain.core.errors import DataError
 from gptrain.data.order import MixtureOrder
-from gptrain.data.samples import as_pairs, has_documents, len_of
+from gptrain.data.samples import as_pairs, has_documents
 
 
 class Mixture(ConcatDataset):
@@ -30,8 +30,6 @@ class Mixture(ConcatDataset):
             item, the index of each token's document. A sample of the other parts then counts as one
             document.
         weights: Share of the samples of each part by name, relative to the sum of all weights.
-        seq_len: Number of positions T that every part must have. None takes the T of the first
-            part.
 
     Attributes:
         tokenizer: Tokenizer of the parts that have a tokenizer. None if no part has a tokenizer.
@@ -41,27 +39,18 @@ class Mixture(ConcatDataset):
             otherwise.
 
     Raises:
-        DataError: If there is no part, if a part has not `seq_len` positions, or if two parts have
-            different tokenizers.
+        DataError: If there is no part, or if two parts have different tokenizers.
         KeyError, IndexError: If a part has no weight, or no sample.
     """
 
-    def __init__(
-        self, parts: Mapping[str, Dataset], weights: Mapping[str, float], seq_len: int | None = None
-    ) -> None:
+    def __init__(self, parts: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         if not parts:
             raise DataError("a mixture of no parts; try: data@data.parts.<name>=text")
         self.parts = {name: as_pairs(part, f"part {name}") for name, part in parts.items()}
         super().__init__(self.parts.values())
         self.weights = {name: weights[name] / sum(weights.values()) for name in parts}
-        self.lengths = {name: len_of(part) for name, part in self.parts.items()}
-        samples = {name: part[0] for name, part in self.parts.items()}
-        self._is_masked = any(map(has_documents, samples.values()))
-        for name, sample in samples.items():
-            n_positions = len(sample[0])
-            seq_len = seq_len or n_positions
-            if n_positions != seq_len:
-                raise DataError(f"part {name}: samples of {n_positions} positions, not {seq_len}")
+        self.lengths = {name: len(part) for name, part in self.parts.items()}
+        self._is_masked = any(has_documents(part[0]) for part in self.parts.values())
         tokenizers = [getattr(part, "tokenizer", None) for part in self.parts.values()]
         known = {tokenizer.identity: tokenizer for tokenizer in tokenizers if tokenizer}
         if len(known) > 1:
@@ -107,8 +96,7 @@ class Mixture(ConcatDataset):
         words = []
         for name, part in self.parts.items():
             count, length = round(n_samples * self.weights[name]), self.lengths[name]
-            text = f"{length:,} samples · {count / length:.3g} epochs"
-            if describe := getattr(part, "describe", None):
-                text = describe(count)
+            default = f"{length:,} samples · {count / length:.3g} epochs"
+            text = part.describe(count) if hasattr(part, "describe") else default
             words.append(f"{name} {self.weights[name]:.3g}: {text}")
         return " | ".join(words)

@@ -222,9 +222,8 @@ class EvalBatches:
         limit: float | None = None,
     ) -> None:
         firsts = np.cumsum([0, *lengths]).tolist()
-        lengths = limit_lengths(lengths, batch_size, limit)
         self._batches: list[tuple[int, int, range]] = []  # (round, part, samples)
-        for part, n_samples in enumerate(lengths):
+        for part, n_samples in enumerate(limit_lengths(lengths, batch_size, limit)):
             first = firsts[part]
             n_slots = -(-n_samples // (batch_size * world_size)) * world_size
             n_slots = min(n_slots, max(world_size, n_samples // world_size * world_size))
@@ -253,8 +252,7 @@ def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) 
     fraction of the part's batches, of which at least one is read. None reads all. The result does
     not depend on the number of ranks.
     """
-    if limit is None:
-        return list(lengths)
+    limit = 1.0 if limit is None else limit
     if isinstance(limit, int):
         return [min(n, limit * batch_size) for n in lengths]
     return [min(n, max(1, int(limit * -(-n // batch_size))) * batch_size) for n in lengths]

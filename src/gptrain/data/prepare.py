@@ -29,7 +29,6 @@ from gptrain.data.tokens import TokenDataset, token_dtype
 
 log = logging.getLogger(__name__)
 
-SPLITS = ("train", "val")
 FINGERPRINT_NAME = "sha256"
 # Version of the folder's files and of the split, a part of the cache key. A change of either must
 # increase it.
@@ -104,9 +103,8 @@ class TextDataset(TokenDataset):
         loaded = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
         if loaded and vocab_size is not None and loaded.vocab_size > vocab_size:
             raise DataError(f"tokenizer has {loaded.vocab_size} tokens, vocab_size={vocab_size}")
-        has_end = end_of_document
-        if has_end is None:
-            has_end = loaded is None or loaded.ends_documents
+        by_tokenizer = loaded is None or loaded.ends_documents
+        has_end = by_tokenizer if end_of_document is None else end_of_document
         if has_end and loaded and loaded.end_id is None:
             raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
         files = find_corpus(path, pattern, cache_dir)
@@ -121,12 +119,9 @@ class TextDataset(TokenDataset):
             with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache_dir) as name:
                 draft = Path(name)
                 draft.chmod(0o755)  # the folder was made for this user alone
-                if loaded is None:
-                    texts = (piece.text for piece in read() if not piece.is_val)
-                    loaded = train_bpe(texts, vocab_size or 0, draft / FILE_NAME, has_end)
-                else:
-                    loaded.save(draft)
-                write_tokens(draft, read(), loaded, has_end, sum(size for _, size, *_ in states))
+                texts = (piece.text for piece in read() if not piece.is_val)
+                used = loaded or train_bpe(texts, vocab_size or 0, draft / FILE_NAME, has_end)
+                write_tokens(draft, read(), used, has_end, sum(size for _, size, *_ in states))
                 if file_states(files) != states:
                     raise DataError(f"{path}: a file changed while it was read; start again")
                 try:
@@ -134,18 +129,16 @@ class TextDataset(TokenDataset):
                 except OSError:  # another process may have prepared the same text first
                     if not folder.exists():
                         raise
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = loaded or load_tokenizer(folder)
         self.token_bytes = self.tokenizer.token_bytes
         self.end_id = self.tokenizer.end_id if has_end else None
         self.documents = documents
-        self.folder = folder
         dtype = token_dtype(self.tokenizer.vocab_size)
         super().__init__(folder / f"{split}.bin", seq_len, dtype, keep_tail=split == "val")
         self.ends = np.fromfile(folder / f"{split}.ends", _ENDS_TYPE)
         if self.ends[-1:] != [self.n_tokens]:
             raise DataError(f"{folder}: damaged; delete it, it will be prepared again")
         self.fingerprint = (folder / FINGERPRINT_NAME).read_text()
-        self.context_id = int(self.files[0].map()[0])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64."""
@@ -156,7 +149,7 @@ class TextDataset(TokenDataset):
         positions = np.asarray(indices)[:, None] * self.seq_len + np.arange(1, self.seq_len + 1)
         documents = np.searchsorted(self.ends, positions, side="right") - 1  # (B, T)
         begins = torch.from_numpy(positions == self.ends[documents])
-        tokens[begins] = self.context_id
+        tokens[begins] = int(self.files[0][0])
         return tokens, targets, torch.from_numpy(documents)
 
     def describe(self, n_samples: int = 0) -> str:
@@ -199,15 +192,16 @@ def write_tokens(
             digest.update(content.tobytes())
 
     with ExitStack() as stack:
-        paths = [(folder / f"{name}.bin", folder / f"{name}.ends") for name in SPLITS]
+        paths = [(folder / f"{name}.bin", folder / f"{name}.ends") for name in ("train", "val")]
         files = [[stack.enter_context(path.open("wb")) for path in pair] for pair in paths]
         for is_val in (False, True):
             write(context, is_val, ends_part=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
         for batch in read_ahead(pieces):
-            encoded = tokenizer.encode_batch([piece.text for piece in batch])
+            texts = [piece.text for piece in batch]
+            encoded = tokenizer.encode_batch(texts)
             if sum(n_tokens) == 2 * len(context):
-                warn_of_lost_characters(tokenizer, batch, encoded)
+                warn_of_lost_characters(tokenizer, "".join(texts), np.concatenate(encoded))
             for piece, ids in zip(batch, encoded, strict=True):
                 tokens = np.append(ids, end) if piece.ends_document else ids
                 write(tokens.astype(dtype), piece.is_val, piece.ends_part)
@@ -220,28 +214,21 @@ def write_tokens(
 
 def read_ahead(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     """Yield batches of pieces. A thread reads the next batch while the caller uses one."""
-
-    def read() -> list[Piece]:
-        return list(islice(pieces, _BATCH_PIECES))
-
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(read)
+        following = pool.submit(list[Piece], islice(pieces, _BATCH_PIECES))
         while batch := following.result():
-            following = pool.submit(read)
+            following = pool.submit(list[Piece], islice(pieces, _BATCH_PIECES))
             yield batch
 
 
-def warn_of_lost_characters(
-    tokenizer: Tokenizer, batch: Sequence[Piece], encoded: Sequence[np.ndarray]
-) -> None:
+def warn_of_lost_characters(tokenizer: Tokenizer, text: str, tokens: np.ndarray) -> None:
     """Warn if the tokens of some text do not give back all of its characters except white space.
 
     A BPE without an unknown token and without all bytes drops characters in silence.
     """
-    text = "".join(piece.text for piece in batch)
     if normalizer := tokenizer.core.normalizer:
         text = normalizer.normalize_str(text)
-    lost = Counter(text) - Counter(tokenizer.decode(np.concatenate(encoded)))
+    lost = Counter(text) - Counter(tokenizer.decode(tokens))
     chars = [char for char, _ in lost.most_common() if not char.isspace() and char != "▁"]
     if chars:
         message = f"loses characters of the text, such as {' '.join(chars[:5])}"

@@ -8,7 +8,7 @@ import random
 import warnings
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,7 @@ from gptrain.loss import IGNORED
 REQUIRED_KEYS = {"input_ids", "labels"}
 
 
-def len_of(dataset: Dataset) -> int:
-    """Return `len(dataset)`. The type checker needs it: torch's Dataset declares no `__len__`."""
-    return len(cast(Sized, dataset))
-
-
-class BatchDataset(Dataset):
+class BatchDataset(Dataset, Sized):
     """Base class of datasets that read a whole batch at once, in their method `__getitems__`."""
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
@@ -39,7 +34,7 @@ class BatchDataset(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         """Return one sample: tokens (T,), targets (T,) and, if batches have it, a third item."""
-        index = range(len_of(self))[index]
+        index = range(len(self))[index]
         return tuple(item[0] for item in self.__getitems__([index]))
 
 
@@ -55,6 +50,8 @@ class Samples(Dataset):
         are_dicts: Whether the samples are dicts of Hugging Face, which are returned as pairs.
     """
 
+    dataset: Any = None  # an object that is unpickled has no attribute of its own yet
+
     def __init__(self, dataset: Any, name: str, samples: Any = None):
         self.dataset = dataset
         self.name = name
@@ -62,21 +59,17 @@ class Samples(Dataset):
         self.are_dicts = False
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute == "dataset":  # The attribute is missing while the object is unpickled.
-            raise AttributeError(attribute)
         return getattr(self.dataset, attribute)
 
     def __len__(self) -> int:
-        return len_of(self.samples)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
         return self.in_form(self.samples[index], index)
 
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return several samples: a list, or a batch that the dataset stacks itself."""
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples."""
         samples = read_samples(self.samples, indices)
-        if not self.are_dicts:
-            return samples
         return [self.in_form(*pair) for pair in zip(samples, indices, strict=True)]
 
     def in_form(self, sample: Any, index: int) -> Any:
@@ -111,7 +104,7 @@ class BatchReader(Dataset):
     seed: int = 0
 
     def __len__(self) -> int:
-        return len_of(self.dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
@@ -132,26 +125,24 @@ class BatchReader(Dataset):
         samples = read_samples(self.dataset, indices)
         try:
             batch = collate(samples)
+            if self.n_positions is not None:
+                self._check(*batch[:2])
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise self._error(indices, first_line(error)) from error
-        if self.n_positions is None:
-            return batch
-        tokens, targets = batch[:2]
-        if tokens.shape[1] != self.n_positions:
-            message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
-            raise self._error(indices, message)
-        if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
-            ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
-            wanted = np.where(wanted == IGNORED, 0, wanted)
-            for number in max(ids.max(), wanted.max()), min(ids.min(), wanted.min()):
-                if not 0 <= number < self.vocab_size:
-                    allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
-                    raise self._error(indices, f"token {number}, {allowed}")
+            numbers = ", ".join(map(str, indices))
+            raise DataError(f"{self.name}: samples {numbers}: {first_line(error)}") from error
         return batch
 
-    def _error(self, indices: Sequence[int], message: str) -> DataError:
-        """Return an error that names the samples of a batch."""
-        return DataError(f"{self.name}: samples {', '.join(map(str, indices))}: {message}")
+    def _check(self, tokens: Tensor, targets: Tensor) -> None:
+        """Raise a ValueError if a batch has another T or an id outside of the vocabulary."""
+        if tokens.shape[1] != self.n_positions:
+            raise ValueError(f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}")
+        ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
+        wanted = np.where(wanted == IGNORED, 0, wanted)
+        for number in max(ids.max(), wanted.max()), min(ids.min(), wanted.min()):
+            # On a GPU, the net would end in an assertion.
+            if self.vocab_size is not None and not 0 <= number < self.vocab_size:
+                allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
+                raise ValueError(f"token {number}, {allowed}")
 
 
 def collate(batch: Any) -> Any:
@@ -163,13 +154,13 @@ def collate(batch: Any) -> Any:
     return tuple(batch) if isinstance(batch, list) else batch
 
 
-def as_pairs(dataset: Dataset, name: str) -> Dataset:
+def as_pairs(dataset: Any, name: str) -> Any:
     """Return a dataset as a dataset of pairs if its samples are dicts of `input_ids` and `labels`.
 
     Only the first sample is read to find out. Any other dataset is returned unchanged, also an
     empty one. Warns about keys of this sample that are not used; `name` begins the messages.
     """
-    sample = dataset[0] if len_of(dataset) else None
+    sample = dataset[0] if len(dataset) else None
     if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
         return dataset
     if unused := sorted(map(str, sample.keys() - REQUIRED_KEYS - {"attention_mask"})):

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from importlib import import_module
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
@@ -47,9 +48,7 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
-def find_files(
-    path: Paths, keep: Callable[[str], bool] = bool, left_out: Collection[str] = ()
-) -> list[Path]:
+def find_files(path: Paths, keep: Callable[[str], bool], left_out: Collection[str]) -> list[Path]:
     """Return the files at a path, at the matches of a glob pattern, or at each entry of a list.
 
     `keep` decides on a file in a folder by its path in it; `left_out` are folders, by name or path.
@@ -107,11 +106,7 @@ def format_of(file: Path, given: str | None = None) -> str:
 
 
 def read_pieces(
-    files: Sequence[Path],
-    val_fraction: float,
-    format: str | None = None,
-    text_key: str | None = None,
-    newline: bool = True,
+    files: list[Path], val_fraction: float, format: str | None, text_key: str | None, newline: bool
 ) -> Iterator[Piece]:
     """Yield the text of a corpus in pieces, document by document, in the order of the files.
 
@@ -154,11 +149,9 @@ def _read_texts(
 
 def _cut(document: TextIO, n_chars: int, line_chars: int) -> Iterator[tuple[str, bool]]:
     """Yield pieces that end with a line, unless more than `line_chars` are left of it."""
-    text = document.read(n_chars) + document.readline(line_chars)
-    while text:
-        following = document.read(n_chars) + document.readline(line_chars)
+    pieces = iter(lambda: document.read(n_chars) + document.readline(line_chars), "")
+    for text, following in pairwise(chain(pieces, [""])):
         yield text, not following
-        text = following
 
 
 def _is_val(number: int, fraction: float) -> bool:
@@ -180,8 +173,7 @@ def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
     except Exception as error:  # the package datasets raises any class
         if isinstance(error, ModuleNotFoundError) or getattr(error, "errno", None):
             raise
-        message = f"damaged after record {number}: {first_line(error)}"
-        raise DataError(f"{file}: {message}") from error
+        raise DataError(f"{file}: damaged after record {number}: {first_line(error)}") from error
 
 
 def _read(file: Path, kind: str) -> Iterator[Any]:

@@ -18,8 +18,7 @@ its files in `__iter__`, draws the same ones when it is read again.
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import count, islice
 from typing import Any
@@ -30,13 +29,6 @@ from gptrain.core.errors import DataError
 from gptrain.data.samples import Samples, seed_all
 
 UNKNOWN_LENGTH = 2**40  # samples; no run reads so many
-BEGINNING = {"epoch": 0, "n_read": 0, "state": None}  # position of a new run
-
-
-def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset is an IterableDataset, or can be iterated but has no index."""
-    has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
 
 
 class StreamDataset(Samples):
@@ -60,15 +52,12 @@ class StreamDataset(Samples):
             message = f"a {type(dataset).__name__} can be read only once"
             raise DataError(f"{name}: {message}; needed: an object whose __iter__ begins again")
         self.part = dataset
-        self.epoch = 0  # number of the pass over the data
-        self.n_read = 0  # samples of the part in this pass
         state = self._state()
         super().__init__(dataset, name, list(islice(dataset, 1)))
         if not self.samples:
             raise DataError(f"{name}: the stream has no sample")
         if state is not None:
             dataset.load_state_dict(state)
-        self._arguments: tuple[Any, ...] = ()
         self._following: Iterator[Any] | None = None
 
     def __len__(self) -> int:
@@ -83,7 +72,7 @@ class StreamDataset(Samples):
             rank: Number of this rank among the `world_size` ranks that divide the stream.
             start: Position that `with_position` returned in an earlier run. None for the beginning.
         """
-        self._arguments = (seed, rank, world_size, start or BEGINNING)
+        self._arguments = seed, rank, world_size, start or {"epoch": 0, "n_read": 0, "state": None}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the next samples of the part."""
@@ -117,13 +106,13 @@ class StreamDataset(Samples):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         # Ranks that read all samples draw the same random numbers, so that their shares differ.
         key, n_group = f"{seed} 0", world_size
-        if world_size > 1 and (split := find_split(self.dataset)):
-            self.part = split(rank, world_size)
+        if world_size > 1 and (part := split_by_rank(self.dataset, rank, world_size)) is not None:
+            self.part = part
             key, n_group = f"{seed} {rank}", 1
         state, n_done = start["state"], start["n_read"]  # The first pass begins after n_done.
         for epoch in count(start["epoch"]):
-            self.epoch = epoch
-            self.n_read = 0
+            self.epoch = epoch  # number of the pass over the data
+            self.n_read = 0  # samples of the part in this pass
             if hasattr(self.part, "set_epoch"):
                 self.part.set_epoch(epoch)
             if state is not None:
@@ -144,23 +133,26 @@ class StreamDataset(Samples):
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
     """Wrap a stream as a dataset whose samples have an index, and return others unchanged.
 
+    A stream is an IterableDataset, or a dataset that can be iterated but has no index.
     The training stream (`name` is data.train) becomes a StreamDataset, with its errors. Of any
     other stream, `n_samples` samples, or all with None, are read into memory at once.
     """
-    if not is_stream(dataset):
+    has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    is_iterable = hasattr(dataset, "__iter__") and not has_index
+    if not is_iterable and not isinstance(dataset, IterableDataset):
         return dataset
     if name == "data.train":
         return StreamDataset(dataset, name)
     return Samples(dataset, name, list(islice(dataset, n_samples)))
 
 
-def find_split(stream: Any) -> Callable[[int, int], Any] | None:
-    """Return the function (rank, number of ranks) -> stream of a rank, or None if there is none."""
+def split_by_rank(stream: Any, rank: int, world_size: int) -> Any:
+    """Return the part of a stream that a rank reads, or None if the stream cannot be divided."""
     if hasattr(stream, "split_by_rank"):
-        return stream.split_by_rank
+        return stream.split_by_rank(rank, world_size)
     if type(stream).__module__.split(".")[0] == "datasets":
         # The stream is an object of this package, so the package is installed.
-        return partial(import_module("datasets.distributed").split_dataset_by_node, stream)
+        return import_module("datasets.distributed").split_dataset_by_node(stream, rank, world_size)
     return None
 
 

@@ -44,7 +44,8 @@ class Tokenizer:
         path: Path of the tokenizer.json.
 
     Attributes:
-        core: The tokenizer of the package tokenizers.
+        core: The tokenizer of the package tokenizers, for what this class does not offer, such as
+            `core.token_to_id("<|im_end|>")`.
         vocab_size: Highest token id plus 1.
         identity: Hash of the file and the end token, a part of the key of a cached corpus.
         special_tokens: Texts of the special tokens by their names in transformers: bos_token,
@@ -69,8 +70,7 @@ class Tokenizer:
         try:
             self.core = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises no narrower class
-            message = "not a tokenizer.json of the package tokenizers"
-            raise DataError(f"{path}: {message}: {error}") from None
+            raise DataError(f"{path}: no tokenizer of the package tokenizers: {error}") from None
         self.core.no_padding()
         self.core.no_truncation()
         self.core.encode_special_tokens = True
@@ -110,10 +110,6 @@ class Tokenizer:
         for number, added in self.core.get_added_tokens_decoder().items():
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token such as `<|im_end|>`, or None if the vocabulary lacks it."""
-        return self.core.token_to_id(token)
 
     def special_ids(self) -> dict[str, int]:
         """Return the ids of the special tokens by names of transformers, such as `eos_token_id`."""
@@ -157,8 +153,7 @@ class Tokenizer:
         Bytes that are not UTF-8, also an incomplete character, become U+FFFD. Negative ids and ids
         outside the vocabulary are left out. Special tokens are shown by their names.
         """
-        known = [i for i in map(int, ids) if i >= 0]
-        return self.core.decode(known, skip_special_tokens=False)
+        return self.core.decode([i for i in map(int, ids) if i >= 0], skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer.json and its companions to a folder, and replace files of these names.

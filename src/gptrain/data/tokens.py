@@ -12,12 +12,12 @@ There are four formats:
 """
 
 import hashlib
-import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,19 +40,15 @@ _SPLITS = ("train", "val", "test")
 _SAMPLED_TOKENS = 2**18  # of the fingerprint
 
 
-class TokenFile(NamedTuple):
-    """Path of a token file, NumPy's name of the type, number of tokens, bytes before the first."""
+class TokenFile(np.memmap):
+    """Read-only memory map of the tokens of a file, (n_tokens,)."""
 
-    path: Path
-    dtype: str
-    n_tokens: int
-    offset_bytes: int
-
-    def map(self) -> np.ndarray:
-        """Return a read-only memory map of the tokens, (n_tokens,)."""
-        return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what maps the file again, because pickle would copy the tokens."""
+        return TokenFile, (self.filename, self.dtype, "r", self.offset, self.shape)
 
 
+@dataclass(eq=False)
 class TokenDataset(BatchDataset):
     """Dataset that cuts token files into windows of T tokens, with the next tokens as targets.
 
@@ -79,26 +75,23 @@ class TokenDataset(BatchDataset):
             the files hold no window at all.
     """
 
-    def __init__(
-        self,
-        path: Paths,
-        seq_len: int,
-        dtype: str = "uint16",
-        vocab_size: int | None = None,
-        keep_tail: bool = False,
-        split: str = "",
-    ) -> None:
-        paths = find_token_files(path, split)
-        self.files = [open_token_file(file, dtype, vocab_size) for file in paths]
-        self.n_tokens = sum(file.n_tokens for file in self.files)
-        self.seq_len = seq_len
-        extra = seq_len - 1 if keep_tail else 0
-        lengths = [max(0, file.n_tokens - 1 + extra) // seq_len for file in self.files]
+    path: Paths
+    seq_len: int
+    dtype: str = "uint16"
+    vocab_size: int | None = None
+    keep_tail: bool = False
+    split: str = ""
+
+    def __post_init__(self) -> None:
+        paths = find_token_files(self.path, self.split)
+        self.files = [open_token_file(path, self.dtype, self.vocab_size) for path in paths]
+        self.n_tokens = sum(len(file) for file in self.files)
+        extra = self.seq_len - 1 if self.keep_tail else 0
+        lengths = [max(0, len(file) - 1 + extra) // self.seq_len for file in self.files]
         self._firsts = np.cumsum([0, *lengths])  # (files + 1,) first window of each file
-        self._maps: dict[int, np.ndarray] = {}
         if not len(self):
-            message = f"{self.n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
-            raise DataError(f"{self.files[0].path}: {message}")
+            message = f"{self.n_tokens} tokens; need at least seq_len+1 = {self.seq_len + 1}"
+            raise DataError(f"{self.path}: {message}")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,7 +100,8 @@ class TokenDataset(BatchDataset):
         A resumed run compares it, to notice that it would train on other data. Up to 2^18 tokens
         are hashed completely.
         """
-        digest = hashlib.sha256(repr([file[1:3] for file in self.files]).encode())
+        forms = [(file.dtype.name, len(file)) for file in self.files]
+        digest = hashlib.sha256(repr(forms).encode())
         n_windows = min(len(self), max(256, _SAMPLED_TOKENS // self.seq_len))
         windows = np.linspace(0, len(self) - 1, n_windows).astype(np.int64).tolist()
         for tensor in TokenDataset.__getitems__(self, windows):
@@ -119,27 +113,20 @@ class TokenDataset(BatchDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return a batch: tokens (B, T) and targets (B, T), int64."""
-        batch = np.full((len(indices), self.seq_len + 1), IGNORED, dtype=np.int64)  # (B, T+1)
+        windows = np.full((len(indices), self.seq_len + 1), IGNORED, dtype=np.int64)  # (B, T+1)
         numbers = (np.searchsorted(self._firsts, indices, side="right") - 1).tolist()
-        for row, index, number in zip(batch, indices, numbers, strict=True):
+        for row, index, number in zip(windows, indices, numbers, strict=True):
             start = (index - int(self._firsts[number])) * self.seq_len
-            if number not in self._maps:
-                self._maps[number] = self.files[number].map()
-            window = self._maps[number][start : start + self.seq_len + 1]
+            window = self.files[number][start : start + self.seq_len + 1]
             row[: len(window)] = window
-        tokens = torch.from_numpy(batch[:, :-1])
-        targets = torch.from_numpy(batch[:, 1:])
-        return tokens.clamp(min=0), targets.contiguous()  # -100 is not a token id
+        batch = torch.from_numpy(windows)
+        return batch[:, :-1].clamp(min=0), batch[:, 1:].contiguous()  # -100 is not a token id
 
     def describe(self, n_samples: int = 0) -> str:
         """Return a line with the number of tokens, and the epochs of a run of `n_samples`."""
         n_files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
         epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
         return f"{self.n_tokens:,} tokens{n_files}{epochs}"
-
-    def __getstate__(self) -> dict:
-        """Return the attributes for pickle, without memory maps, whose content would be copied."""
-        return {**self.__dict__, "_maps": {}}
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -159,76 +146,63 @@ def find_token_files(path: Paths, split: str = "") -> list[Path]:
         is_other = any(other in file or other in folders for other in others)
         return file.endswith((".bin", ".npy")) and not is_other
 
-    return [file for file in find_files(path, is_of_split) if file.suffix != ".idx"]
+    return [file for file in find_files(path, is_of_split, ()) if file.suffix != ".idx"]
 
 
-def open_token_file(
-    path: str | os.PathLike, dtype: str = "uint16", vocab_size: int | None = None
-) -> TokenFile:
-    """Return the layout of a token file. Arguments and errors are those of `TokenDataset`."""
-    path = Path(path)
+def open_token_file(path: Path, dtype: str = "uint16", vocab_size: int | None = None) -> np.memmap:
+    """Map a token file. Arguments and errors are those of `TokenDataset`."""
     with open_regular(path) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
         head = file.read(_HEADER_BYTES)
-    if path.suffix == ".npy" or head.startswith(b"\x93NUMPY"):
-        try:
-            array = np.lib.format.open_memmap(path, mode="r")
-        except ValueError as error:
-            raise DataError(f"{path}: {first_line(error)}") from error
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            message = f"an array {array.shape} of {array.dtype}; needed: integers (N,)"
-            raise DataError(f"{path}: {message}")
-        return TokenFile(path, array.dtype.str, array.size, array.offset)
+    magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
     offset_bytes = 0
-    expected_tokens = None  # number of tokens by header or index
-    magic, version, count = np.frombuffer(head.ljust(_HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
-    if path.with_suffix(".idx").is_file():
-        dtype, expected_tokens = read_megatron_index(path.with_suffix(".idx"))
-    elif magic in _HEADERS:
-        known_version, dtype = _HEADERS[magic]
-        if version != known_version or size_bytes < _HEADER_BYTES:
-            raise DataError(f"{path}: truncated header, or not of version {known_version}")
-        expected_tokens = count
-        offset_bytes = _HEADER_BYTES
-    elif wider := _find_wider(head, dtype, vocab_size):
-        message = f"not tokens of {dtype}, or not of this vocabulary"
-        raise DataError(f"{path}: {message}; try: data.dtype={wider}")
-    n_tokens, rest_bytes = divmod(size_bytes - offset_bytes, np.dtype(dtype).itemsize)
-    if rest_bytes or not n_tokens or expected_tokens not in (None, n_tokens):
-        counted = "" if expected_tokens is None else f", and its header counts {expected_tokens}"
-        message = f"{size_bytes - offset_bytes} bytes of {dtype}{counted}"
-        raise DataError(f"{path}: {message}; empty, truncated, or of another dtype")
-    return TokenFile(path, dtype, n_tokens, offset_bytes)
+    n_tokens = None  # number of tokens by an index or a header
+    try:
+        if path.suffix == ".npy" or head.startswith(b"\x93NUMPY"):
+            array = np.lib.format.open_memmap(path, mode="r")
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise ValueError(f"an array {array.shape} of {array.dtype}; needed: integers (N,)")
+            dtype, offset_bytes, n_tokens = array.dtype.str, array.offset, len(array)
+        elif path.with_suffix(".idx").is_file():
+            dtype, n_tokens = _read_megatron_index(path.with_suffix(".idx"))
+        elif magic in _HEADERS:
+            known_version, dtype = _HEADERS[magic]
+            if version != known_version or len(head) < _HEADER_BYTES:
+                raise ValueError(f"truncated header, or not of version {known_version}")
+            offset_bytes, n_tokens = _HEADER_BYTES, count
+        tokens = TokenFile(str(path), dtype, "r", offset_bytes)
+        if n_tokens is None and (wider := _find_wider(tokens[:512], vocab_size)):
+            raise ValueError(f"not tokens of {dtype} or this vocabulary; try: data.dtype={wider}")
+        if n_tokens not in (None, len(tokens)):
+            raise ValueError(f"{len(tokens)} tokens of {dtype}, and its header counts {n_tokens}")
+    except ValueError as error:
+        raise DataError(f"{path}: {first_line(error)}") from error
+    return tokens
 
 
-def read_megatron_index(path: Path) -> tuple[str, int]:
-    """Return dtype and number of all tokens of a Megatron index, or raise a DataError."""
-    with open_regular(path) as file:
+def _read_megatron_index(path: Path) -> tuple[str, int]:
+    """Return dtype and number of all tokens of a Megatron index, or raise a ValueError."""
+    with path.open("rb") as file:
         head = file.read(_MEGATRON.size).ljust(_MEGATRON.size, b"\0")
-        size_bytes = os.fstat(file.fileno()).st_size
-    magic, version, code, n_sequences, n_documents = _MEGATRON.unpack(head)
-    if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
-        raise DataError(f"{path}: not a Megatron index of version 1 with uint16, int32 or int64")
-    if not n_sequences or size_bytes < _MEGATRON.size + 12 * n_sequences + 8 * n_documents:
-        raise DataError(f"{path}: truncated, or without a sequence")
-    # The positions of the sequences in bytes follow their lengths in tokens.
+    magic, version, code, n_sequences, _ = _MEGATRON.unpack(head)
+    # The lengths of the sequences in tokens follow, and then their positions in bytes.
     lengths_end = _MEGATRON.size + 4 * n_sequences
+    is_complete = n_sequences and path.stat().st_size >= lengths_end + 8 * n_sequences
+    if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES or not is_complete:
+        message = "is truncated, or not of version 1 with uint16, int32 or int64"
+        raise ValueError(f"its index {path.name} {message}")
     last_length = np.fromfile(path, "<i4", 1, offset=lengths_end - 4)
     last_position = np.fromfile(path, "<i8", 1, offset=lengths_end + 8 * (n_sequences - 1))
     dtype = _MEGATRON_TYPES[code]
     return dtype, int((last_position // np.dtype(dtype).itemsize + last_length)[0])
 
 
-def _find_wider(head: bytes, dtype: str, vocab_size: int | None) -> str | None:
-    """Return the type of tokens that are read as a narrower type, or None.
+def _find_wider(tokens: np.ndarray, vocab_size: int | None) -> str | None:
+    """Return the type of the first tokens of a file if they are read as a narrower type, or None.
 
     Of a wider type, the upper half of each token is 0, if the ids are small.
     """
-    tokens = np.frombuffer(head[: len(head) // 8 * 8], dtype)
-    for wider in ("int64", "uint32"):
-        n_parts = np.dtype(wider).itemsize // tokens.itemsize
-        upper = np.delete(tokens, np.s_[::n_parts]) if n_parts > 1 else tokens
-        if len(tokens) >= 16 and n_parts > 1 and tokens.any() and not upper.any():
-            return wider
-    is_too_narrow = dtype == "uint16" and vocab_size is not None and vocab_size > 2**16
+    is_narrow = tokens.dtype != "int64" and len(tokens) >= 16 and tokens.any()
+    if is_narrow and not tokens[1::2].any():
+        return "uint32" if tokens.dtype == "uint16" and tokens[2::4].any() else "int64"
+    is_too_narrow = tokens.dtype == "uint16" and vocab_size is not None and vocab_size > 2**16
     return "uint32" if is_too_narrow else None

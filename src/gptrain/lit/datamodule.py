@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
-from gptrain.data.samples import find_targets, len_of
+from gptrain.data.samples import find_targets
 from gptrain.data.stream import StreamDataset
 from gptrain.loss import IGNORED
 from gptrain.parallel.mesh import gather
@@ -59,9 +59,9 @@ class TextDataModule(pl.LightningDataModule):
         DataError: If one step needs more samples than `train` has.
     """
 
-    train: Dataset
-    val: Dataset
-    test: Dataset | None
+    train: Any
+    val: Any
+    test: Any
     lengths: RunLengths
     _: KW_ONLY
     seed: int
@@ -79,7 +79,7 @@ class TextDataModule(pl.LightningDataModule):
         self._accumulate = self.lengths.batch.accumulate
         train, seed = self.train, self.seed
         is_mixture = isinstance(train, Mixture)
-        order = train.order(seed) if is_mixture else SampleOrder(len_of(train), seed)
+        order = train.order(seed) if is_mixture else SampleOrder(len(train), seed)
         self.batches = TrainBatches(
             order,
             self.batch_size,
@@ -167,10 +167,10 @@ class TextDataModule(pl.LightningDataModule):
         """
         return self._eval_parts[self._eval_batches.part_of(batch_idx)] if self._eval_parts else None
 
-    def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
+    def _evaluation_loader(self, dataset: Any, name: str) -> DataLoader:
         """Return a loader of this rank's batches of an evaluation."""
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
-        lengths = [len_of(part) for part in parts.values() or [dataset]]
+        lengths = [len(part) for part in parts.values() or [dataset]]
         self._eval_parts = list(parts)
         limit = self.limits.get(name.removeprefix("data."))
         self._eval_batches = EvalBatches(
@@ -178,7 +178,7 @@ class TextDataModule(pl.LightningDataModule):
         )
         return self._loader(dataset, name, self._eval_batches)
 
-    def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
+    def _loader(self, dataset: Any, name: str, batches: Iterable[list[int]]) -> "Loader":
         """Return a loader of the batches whose sample indices a batch sampler yields."""
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None

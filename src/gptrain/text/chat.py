@@ -57,7 +57,7 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None):
         self.tokenizer = tokenizer
-        end = tokenizer.end_token if tokenizer.token_to_id(_IM_END) is None else _IM_END
+        end = tokenizer.end_token if tokenizer.core.token_to_id(_IM_END) is None else _IM_END
         self.template = template or tokenizer.chat_template or CHATML.replace(_IM_END, end or "")
         self._template = _compile(self.template)
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
