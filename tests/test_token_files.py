@@ -38,10 +38,8 @@ def test_raw_files_are_as_long_as_their_size_and_headers_say_how_wide_tokens_are
     assert (file.offset, file.dtype, file.tolist()) == (0, "uint16", list(range(1000)))
     again = pickle.dumps(file)  # as for a worker that is not forked: the tokens are not copied
     assert len(again) < 300 and pickle.loads(again).tolist() == file.tolist()
-    wide = open_token_file(write_raw(tmp_path / "wide.bin", [70000, 1], np.uint32), "uint32")
-    assert wide.tolist() == [70000, 1]
-    dataset = TokenDataset(tmp_path / "wide.bin", 1, "uint32")
-    assert [part.tolist() for part in dataset[0]] == [[70000], [1]]
+    wide = TokenDataset(write_raw(tmp_path / "wide.bin", [70000, 1], np.uint32), 1, "uint32")
+    assert [part.tolist() for part in wide[0]] == [[70000], [1]]
     for n_tokens in (600, 1):  # no header
         assert len(open_token_file(write_raw(tmp_path / f"{n_tokens}", [0] * n_tokens))) == n_tokens
     gpt2 = open_token_file(write_headed(tmp_path / "gpt2.bin", range(10)), "uint32")

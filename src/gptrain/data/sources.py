@@ -123,7 +123,8 @@ def read_pieces(
             raise DataError(f"{file}: text, but data.text_key={text_key}; try: data.format=jsonl")
         for text, is_last in _read_texts(file, kind, text_key or "text", sizes):
             is_val = _is_val(number, val_fraction)
-            number += kind == "text" or is_last
+            if kind == "text" or is_last:
+                number += 1
             ends_part = is_last or is_val != _is_val(number, val_fraction)
             if newline and is_last and not text.endswith("\n"):
                 text += "\n"
