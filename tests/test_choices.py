@@ -40,7 +40,7 @@ def test_samples_are_as_long_as_the_context_of_the_net():
         (("model=my_lstm", "data=text"), 128),  # a net without max_seq_len
     ):
         data = compose_run(*words).data
-        assert data.extra["seq_len"] == data.train.arguments["seq_len"] == seq_len, words
+        assert data.plain()["seq_len"] == data.train.arguments["seq_len"] == seq_len, words
 
 
 def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_path):

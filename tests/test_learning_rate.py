@@ -43,7 +43,7 @@ def factors(n_steps: int, **schedule: object) -> list[float]:
     """Return the factors of the first steps of a run of 50 steps of 1,024 tokens."""
     keys = {"min_factor": 0.0, "decay_steps": 0, "warmup_steps": 0} | schedule
     cfg = config().changed({f"scheduler.{key}": value for key, value in keys.items()})
-    lengths = plan_lengths(cfg, n_samples=6400, sample_tokens=16, data_parallel_size=1)
+    lengths = plan_lengths(cfg, BatchPlan(32, 1, 1), n_samples=6400, sample_tokens=16)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = build_schedule(cfg, lengths, optimizer)["scheduler"]
     made = []

@@ -36,11 +36,11 @@ def test_a_share_of_an_unknown_length_and_too_few_tokens_are_refused():
 
 def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
     """100 samples are twelve steps of eight samples, and four samples are left."""
-    cfg = compose_run("data.batch_size=4", "trainer.accumulate_grad_batches=2")
+    cfg = compose_run()
 
     def plan(sample_tokens: int | None = 16, **changes: Any) -> RunLengths:
         keys = {key if key == "max_tokens" else f"trainer.{key}": changes[key] for key in changes}
-        return plan_lengths(cfg.changed(keys), 100, sample_tokens, data_parallel_size=1)
+        return plan_lengths(cfg.changed(keys), BatchPlan(4, 1, 2), 100, sample_tokens)
 
     by_epochs = plan(max_epochs=3)
     assert (by_epochs.epoch_steps, by_epochs.n_steps, by_epochs.validate_every) == (12, 36, 12)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from gptrain.assemble.trainer import assign_devices
+from gptrain.assemble.trainer import place_options
 from gptrain.core.shell import override
 from gptrain.core.strategies import ParallelDims, default_options, parallel_dims, stage_blocks
 from gptrain.lit.lightning import RankEnvironment
@@ -75,8 +75,7 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
         place = RankEnvironment(Process(rank, rank, machine.world_size), machine.n_local)
         off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = pl.Trainer(
-            accelerator=machine.accelerator, devices=assign_devices(strategy, machine),
-            strategy=strategy, plugins=[place], **dict.fromkeys(off, False),
+            **place_options(machine, strategy) | {"plugins": [place]}, **dict.fromkeys(off, False),
         )  # fmt: skip
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices, trainer.node_rank) == (2, 2, 0)

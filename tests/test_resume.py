@@ -8,13 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from gptrain.assemble.resume import (
-    check_data,
-    find_checkpoint,
-    identity,
-)
+from gptrain.assemble.resume import continue_run, find_checkpoint, identity
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import BatchPlan, RunLengths
 from tests.command_line import compose_run
 
 RUN = "a" * 32
@@ -30,16 +27,18 @@ def compose(tmp_path):
 def save(cfg, step: int, metrics: dict[str, float]) -> None:
     Path(cfg.run_dir).mkdir(exist_ok=True)
     store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
-    store.save(step, {}, {}, config=identity(cfg, 32))
+    store.save(step, {}, {}, config=identity(cfg))
     store.set_metrics(step, metrics)
 
 
 def test_other_content_of_the_data_is_refused(compose):
-    cfg, saved = compose("ckpt_path=last"), {"data": "0123"}
-    check_data(cfg, saved, "0123")
+    cfg, lengths = compose("ckpt_path=last"), RunLengths(BatchPlan(1, 1, 1), 16, 1, None, 1)
+    saved = {"data": "0123", "trainer.precision": "32-true"}
+    first, other = SimpleNamespace(fingerprint="0123"), SimpleNamespace(fingerprint="4567")
+    assert continue_run(cfg, lengths, first, saved)[0].trainer.precision == "32-true"
     with pytest.raises(ConfigError, match="data=4567: the checkpoint was made with 0123"):
-        check_data(cfg, saved, "4567")
-    check_data(compose("ckpt_path=last", "allow_changes=[data]"), saved, "4567")
+        continue_run(cfg, lengths, other, saved)
+    continue_run(compose("ckpt_path=last", "allow_changes=[data]"), lengths, other, saved)
 
 
 @pytest.mark.parametrize("mode, step", [("min", 5), ("max", 6)])

@@ -41,14 +41,14 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
     run_dir = Path(cfg.run_dir)
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
         tokenizer.save(run_dir)
-    named = (cfg.data.extra.get("tokenizer"), cfg.init_from)
+    named = (cfg.value_of("data.tokenizer"), cfg.init_from)
     sources = [expand_home(source) for source in named if source]
     folders = [source if source.is_dir() else source.parent for source in sources]
-    if not (run_dir / TOKENIZER[0]).is_file():
-        any(copy_files(folder, run_dir, TOKENIZER) for folder in folders)  # the first with files
-    own = _content(run_dir / TOKENIZER[0])
+    for folder in folders:
+        if not _content(run_dir):
+            copy_files(folder, run_dir, TOKENIZER)
     for folder in reversed(folders):
-        if _content(folder / TOKENIZER[0]) == own:
+        if _content(folder) == _content(run_dir):
             copy_files(folder, run_dir, (*COMPANIONS, GENERATION))
     if (end_id := getattr(train, "end_id", None)) is not None:
         generation = read_facts(run_dir / GENERATION)
@@ -85,6 +85,7 @@ def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
     return special_ids
 
 
-def _content(file: Path) -> bytes | None:
-    """Return the content of a file, or None if it is missing or no file."""
-    return file.read_bytes() if file.is_file() else None
+def _content(folder: Path) -> bytes:
+    """Return the content of a folder's tokenizer.json, or b"" without this file."""
+    file = folder / TOKENIZER[0]
+    return file.read_bytes() if file.is_file() else b""

@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from gptrain.assemble.load import build_target
+from gptrain.assemble.trainer import place_options
 from gptrain.core.errors import BAD_DATA, ConfigError
-from gptrain.core.lengths import BatchPlan
+from gptrain.core.lengths import BatchPlan, find_end
 from gptrain.core.schema import DataModuleConfig, RunConfig
 from gptrain.data import BatchReader, as_pairs
 from gptrain.data.samples import has_documents
 from gptrain.data.stream import UNKNOWN_LENGTH, StreamDataset, as_indexed
-from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.user_data import LOADERS, UserData
@@ -25,7 +25,6 @@ from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import this_process
 
 _Datasets: TypeAlias = tuple[Any, Any, Any]  # training, validation and test set
-_STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 PAIR = "a pair of int64 (tokens (T,), targets (T,)), see gptrain.data, or a module that reads these"
 
 
@@ -37,17 +36,11 @@ def _build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """
     key = "data._target_"
     module: pl.LightningDataModule = build_target(section.plain(), key)
-    devices, process = find_devices(cfg), this_process()
-    module.trainer = pl.Trainer(
-        accelerator=devices.accelerator,
-        devices=1 if devices.accelerator == "cuda" else devices.n_local,
-        num_nodes=devices.n_nodes,
-        strategy="ddp" if devices.world_size > 1 else "auto",
-        plugins=[RankEnvironment(process, devices.n_local)],
-        barebones=True,
-    )
+    devices = find_devices(cfg)
+    strategy = "ddp" if devices.world_size > 1 else "auto"
+    module.trainer = pl.Trainer(**place_options(devices, strategy), barebones=True)
     with misconfiguration_as_config_error(key):
-        if process.local_rank == 0:
+        if this_process().local_rank == 0:
             module.prepare_data()
         module.setup(cfg.task)
         loader = getattr(module, LOADERS[cfg.task])()
@@ -106,9 +99,9 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
         datasets: Result of `build_datasets`. A test set of None stands for the validation set.
 
     Raises:
-        ConfigError: If the training data are a stream without a length and nothing ends the run
-            (exit code 2), or if a sample is no such pair, or if the validation or test set is empty
-            (65).
+        ConfigError: If the training data are a stream without a length and the run is to end after
+            a number of epochs (exit code 2), or if a sample is no such pair, or if the validation
+            or test set is empty (65).
     """
     (train, val, test), pairs = datasets, read_as_pairs(module)
     read = {"train": train} if cfg.task == "fit" else {}
@@ -116,13 +109,12 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
         read["val"] = val
     if cfg.task == "test" or cfg.trainer.fast_dev_run:
         read["test"] = val if test is None else test
-    trainer = cfg.trainer
-    has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
-    if "train" in read and len(train) >= UNKNOWN_LENGTH and not has_end:
+    _, limit = find_end(cfg, epoch_steps=UNKNOWN_LENGTH, step_tokens=1)
+    is_by_epochs = limit.startswith("trainer.max_epochs")
+    if "train" in read and len(train) >= UNKNOWN_LENGTH and is_by_epochs:
+        message = "the data are a stream without a length"
         hint = "trainer.max_steps=1000, or max_tokens=1e9"
-        raise ConfigError.of(
-            "trainer.max_steps", -1, "the data are a stream without a length", hint=hint
-        )
+        raise ConfigError.of("trainer.max_steps", -1, message, hint=hint)
     for name, dataset in read.items():
         if getattr(cfg.trainer, f"limit_{name}_batches") == 0:
             continue
@@ -137,8 +129,8 @@ def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
 
     These steps read pairs (tokens, targets). Steps that a user wrote read batches of any form.
     """
-    steps = _STEPS.items()
-    return {n for n, s in steps if getattr(module, s, None) is getattr(LanguageModel, s)}
+    steps = {"train": "training_step", "val": "validation_step", "test": "test_step"}
+    return {n for n, s in steps.items() if getattr(module, s, None) is getattr(LanguageModel, s)}
 
 
 def _check_pair(key: str, dataset: Any) -> None:
@@ -148,9 +140,8 @@ def _check_pair(key: str, dataset: Any) -> None:
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
     tensors = [item for item in batch[:2] if isinstance(item, Tensor)] if is_pair else []
     forms = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors]
-    if len(forms) == 2:
-        (dtype, shape), targets = forms
-        if len(shape) == 1 and targets == (torch.int64, shape) and not dtype.is_floating_point:
+    match forms:
+        case [(dtype, (n,)), form] if form == (torch.int64, (n,)) and not dtype.is_floating_point:
             return
     message = f"sample 0 is {forms or type(dataset[0]).__name__}"
     raise ConfigError.of(key, None, message, hint=PAIR, code=BAD_DATA)

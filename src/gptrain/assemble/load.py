@@ -22,7 +22,7 @@ from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
-from gptrain.core.small_files import UnreadableFileError, read_facts, read_values
+from gptrain.core.small_files import read_facts, read_values
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer
 from gptrain.parallel import state as states
 from gptrain.runtime.devices import accelerator_of, set_threads
@@ -30,7 +30,6 @@ from gptrain.runtime.devices import accelerator_of, set_threads
 log = logging.getLogger(__name__)
 _SAFETENSORS = "model.safetensors"
 _INDEX = f"{_SAFETENSORS}.index.json"  # transformers writes it for weights in several files
-_MAX_LEVELS = 4  # a run folder is at most so many levels above a checkpoint's file
 
 
 def load(
@@ -71,11 +70,8 @@ def load(
         raise ValueError(f"which={which!r}: not known; allowed: best, last")
     source = expand_home(source)
     content, run_dir = _read_config(source, trust)
-    match content.get("checkpoint"):  # an export has none, and the file may be damaged
-        case {"monitor": str(monitor), "mode": ("min" | "max") as mode}:
-            weights = find_weights(source, which, monitor, mode)
-        case _:
-            weights = find_weights(source, which)
+    options = content.get("checkpoint", {"monitor": "val/loss", "mode": "min"})  # not of an export
+    weights = find_weights(source, which, options["monitor"], options["mode"])
     with torch.random.fork_rng(devices=[]):
         net = build_net(ModelConfig.model_construct(**content["model"]))
     load_weights(net, weights)
@@ -145,7 +141,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer in the folder of a run or an export, or None without a tokenizer.json.
 
     Its `stop_ids` are the end tokens in the generation_config.json of the folder, or [] if this
-    file is missing, damaged or a symbolic link.
+    file is missing or damaged.
 
     Raises:
         DataError: If a file of the tokenizer is damaged.
@@ -154,14 +150,14 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     if not (folder / FILE_NAME).exists():
         return None
     tokenizer = load_tokenizer(folder)
-    file = folder / GENERATION
-    tokenizer.stop_ids = read_ends({} if file.is_symlink() else read_facts(file))
+    tokenizer.stop_ids = read_ends(read_facts(folder / GENERATION))
     return tokenizer
 
 
 def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
     """Return the config of the run around `source`, or of the net in a file, and its folder."""
-    folders = (source, *source.absolute().parents[:_MAX_LEVELS])
+    # A file of a checkpoint is at most four levels below its run folder.
+    folders = (source, *source.absolute().parents[:4])
     files = [folder / ".hydra" / "config.yaml" for folder in folders]
     if config := next((file for file in files if file.is_file()), None):
         run_dir = config.parent.parent
@@ -170,8 +166,7 @@ def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
     else:
         record, run_dir = None, source.parent
         content = load_file(source) if source.is_file() else {}
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict) or "_target_" not in model:
+    if not isinstance(content, dict) or "_target_" not in (content.get("model") or {}):
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
     if record is None and not trust:
         message = f"{source}: not made by you on this machine; its config can run any code"
@@ -244,6 +239,24 @@ def load_weights(net: nn.Module, path: Path, **options: Any) -> list[str]:
     return states.load_net_state(net, state, **options)
 
 
+def find_trained(cfg: RunConfig) -> Path:
+    """Return the weights that an evaluation or an export reads: a verified checkpoint or a file.
+
+    `ckpt_path` names them: a path, or `best` or `last` of the run in the folder `from_run`. Without
+    `from_run` it is the run in `run_dir`, and without `ckpt_path` the best checkpoint.
+
+    Raises:
+        ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
+        OSError: If a folder cannot be read, or its network file system does not answer.
+    """
+    requested = cfg.ckpt_path
+    which = "last" if requested == "last" else "best"
+    source = cfg.from_run or cfg.run_dir if requested in (None, "best", "last") else requested
+    key = "from_run" if requested is None else "ckpt_path"
+    with as_config_errors(cfg, key, BAD_DATA):
+        return find_weights(source, which, cfg.checkpoint.monitor, cfg.checkpoint.mode)
+
+
 def start_from(cfg: RunConfig, source: str, net: nn.Module, full_net: nn.Module) -> None:
     """Load weights into the net of a new run, in place, and log what was left out.
 
@@ -287,10 +300,7 @@ def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
             f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
             f"`from_hugging_face` that reads it (see gptrain.models)"
         )
-    content = read_values(config)
-    if not isinstance(content, dict):
-        raise UnreadableFileError(config, "not a mapping")
-    return read(content, tensors)
+    return read(read_values(config), tensors)
 
 
 def _net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -299,21 +309,17 @@ def _net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     A common prefix of the names, such as the name of the net in a LightningModule, is removed.
     Tensors outside the net are left out.
     """
-    content = load_file(path)
-    state = content
-    if isinstance(content, dict):  # nanoGPT's files have the weights under `model`
-        state = content.get("state_dict", content.get("model", content))
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
-    ):
+    state = load_file(path)
+    if isinstance(state, dict):  # nanoGPT's files have the weights under `model`
+        state = state.get("state_dict", state.get("model", state))
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise DamagedCheckpointError(path, "holds no state dict")
     # torch.compile has wrapped the net or its blocks.
-    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+    state = {str(name).replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
     first = next(iter(net.state_dict()), "")
     prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
     fitting = {p for p in prefixes if all(p + name in state for name in net.state_dict())}
     prefix = states.NET if states.NET in fitting else min(prefixes, key=len, default="")
     if len(fitting) > 1 and prefix not in ("", states.NET):
         raise ValueError(f"holds several nets: {', '.join(sorted(fitting))}; keep one of them")
-    tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-    return {name: t for name, t in tensors.items() if not name.startswith(states.EXTRA_PREFIX)}
+    return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}

@@ -15,20 +15,14 @@ from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import build_target
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths, phase_steps
-from gptrain.core.schema import RunConfig
+from gptrain.core.schema import RunConfig, StableDecayConfig
 from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES, strategy_name
 from gptrain.lit.module import LanguageModel
 from gptrain.loss import LossOptions
 from gptrain.optim import decay_groups, scaled_lr
-from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.state import named_extra_parameters
 
 _LOGGED = {"loss", "perplexity", "bits_per_byte"}  # LanguageModel logs val/<name> itself
-# Keys of the scheduler group that gptrain reads. A schedule gets those that are in its signature.
-SCHEDULE_KEYS = {
-    f"{phase}_{unit}" for phase in ("warmup", "decay", "total") for unit in ("steps", "tokens")
-}
-SCHEDULE_KEYS |= {"start_factor", "min_factor"}
 
 
 def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
@@ -37,31 +31,26 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
     `world_size` is the number of ranks, which determines what strategy=auto stands for.
 
     Raises:
-        IncompatibleModelError: If the strategy needs a LanguageModel and the class is another one,
-            or if the class overrides `loss` and the strategy has a pipeline.
+        ConfigError: If the strategy needs a LanguageModel and the class is another one, if the
+            class overrides `loss` and the strategy has a pipeline, or if a metric of a
+            LanguageModel has the name of a value that it logs itself.
     """
     strategy = strategy_name(cfg.strategy.name, world_size)
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
-    if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
+    is_language_model = issubclass(module_type, LanguageModel)
+    if strategy not in ANY_NET and not is_language_model:
         message = f"not a gptrain.lit.LanguageModel, whose loss strategy={strategy} computes itself"
         message += f"; strategies that work: {', '.join(ANY_NET)}"
-        raise IncompatibleModelError("module._target_", message)
+        raise ConfigError.of("module._target_", cfg.module.target, message)
     is_own = getattr(module_type, "loss", None) is not LanguageModel.loss
     if is_own and PIPELINE in STRATEGIES[strategy].axes:
         message = f"overrides `loss`, which the stages of strategy={strategy} do not call"
-        raise IncompatibleModelError("module._target_", message)
-    return module_type
-
-
-def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
-    """Raise a ConfigError for a metric with the name of a value that LanguageModel logs itself.
-
-    Metrics of a module of another class are not checked.
-    """
+        raise ConfigError.of("module._target_", cfg.module.target, message)
     names = _LOGGED.intersection(cfg.module.plain().get("metrics") or {})
-    if names and issubclass(module_type, LanguageModel):
+    if names and is_language_model:
         message = "the module itself logs a value of this name"
         raise ConfigError.of(f"module.metrics.{min(names)}", None, message)
+    return module_type
 
 
 def build_module(
@@ -122,8 +111,6 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
     if lr is not None:
         options["lr"] = lr
-    if target.startswith("torch.optim.") and "betas" in options:
-        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses integers and lists
     with as_config_errors(cfg, "optimizer._target_"):
         optimizer_class = get_method(target)
         if make_groups := getattr(optimizer_class, "parameter_groups", None):
@@ -170,8 +157,8 @@ def build_schedule(
     """Build the learning-rate schedule, as the entry `lr_scheduler` of configure_optimizers.
 
     The target is a scheduler class, or a function `(step, **keys) -> factor` of the peak learning
-    rate. It gets its own keys, and those of SCHEDULE_KEYS that are in its signature, the lengths of
-    phases in optimizer steps. A ReduceLROnPlateau follows `checkpoint.monitor`.
+    rate. It gets its own keys, and those of StableDecayConfig that are in its signature: the
+    lengths of phases in optimizer steps. A ReduceLROnPlateau follows `checkpoint.monitor`.
 
     Raises:
         ConfigError: If the length of a phase is not known, see `phase_steps`. Errors of the target
@@ -182,7 +169,8 @@ def build_schedule(
     for phase in ("warmup", "decay", "total"):
         if f"{phase}_steps" in parameters:
             options[f"{phase}_steps"] = phase_steps(cfg, phase, lengths)
-    options = {k: v for k, v in options.items() if k in parameters or k not in SCHEDULE_KEYS}
+    ours = StableDecayConfig.model_fields  # keys that gptrain reads, for any schedule
+    options = {k: v for k, v in options.items() if k in parameters or k not in ours}
     if not inspect.isclass(schedule):
         return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}
     if not issubclass(schedule, ReduceLROnPlateau):

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from, and check that the run is still the same."""
+"""The checkpoints of a run: which one it resumes from, whether it is the same run, and new ones."""
 
 import json
 import logging
@@ -8,24 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
+from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
-from gptrain.assemble.load import find_weights
-from gptrain.checkpoints.lock import RunLock
+from gptrain.assemble.load import find_trained, find_weights
+from gptrain.checkpoints.lock import RunLock, read_run_id
 from gptrain.checkpoints.manifest import read_manifest, step_of
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
-from gptrain.core.lengths import RunLengths, plan_batch
+from gptrain.core.lengths import RunLengths, phase_steps, plan_batch
 from gptrain.core.schema import RunConfig, SampleTextConfig
-from gptrain.core.shell import by_key, command, option
+from gptrain.core.shell import command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import parallel_dims
 from gptrain.core.value_types import KeepsResult, Section
+from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.parallel.mesh import gather
 from gptrain.runtime.devices import find_devices
+from gptrain.runtime.process import this_process
+from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +39,7 @@ log = logging.getLogger(__name__)
 _DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
 # Ends of the keys of datasets that change nothing: a folder, and a seed that follows from `seed`.
 _IGNORED = (".cache_dir", ".val.seed")
-# Entries of a manifest that are no config keys, see check_data and keep_warmup.
+# Entries of a manifest that are no config keys, see continue_run.
 _EXTRA_ENTRIES = ("data", "warmup_steps")
 
 
@@ -77,15 +82,8 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
         message = "a file of weights, from which no run can be resumed exactly"
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
-    devices = find_devices(cfg)
-    dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
-    saved, size = manifest.config, plan_batch(cfg, dims.data).global_batch_size
-    if problems := _differences(cfg, saved, size):
+    if problems := _differences(cfg, manifest.config):
         raise ConfigError(problems)
-    if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
-        message = "needs steps of one size, and the global batch size has changed"
-        hint = "trainer.max_steps=<n> max_tokens=null"
-        raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
     verb = "resume" if cfg.task == "fit" else cfg.task
     log.info(labels.line(verb, f"from step {manifest.step}: {checkpoint}"))
     return checkpoint
@@ -121,41 +119,45 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
     return checkpoint
 
 
-def find_trained(cfg: RunConfig) -> Path:
-    """Return the weights that an evaluation or an export reads: a verified checkpoint or a file.
-
-    `ckpt_path` names them: a path, or `best` or `last` of the run in the folder `from_run`. Without
-    `from_run` it is the run in `run_dir`, and without `ckpt_path` the best checkpoint.
-
-    Raises:
-        ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
-        OSError: If a folder cannot be read, or its network file system does not answer.
-    """
-    requested = cfg.ckpt_path
-    which = "last" if requested == "last" else "best"
-    source = cfg.from_run or cfg.run_dir if requested in (None, "best", "last") else requested
-    key = "from_run" if requested is None else "ckpt_path"
-    with as_config_errors(cfg, key, BAD_DATA):
-        return find_weights(source, which, cfg.checkpoint.monitor, cfg.checkpoint.mode)
-
-
 # Comparing with the saved run
 
 
-def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
+def build_checkpoints(
+    cfg: RunConfig, lengths: RunLengths, train: Dataset, timeline: Timeline, guard: Guard
+) -> Checkpoints:
+    """Build the callback that saves checkpoints, with the facts that a resume compares.
+
+    The run folder must have been locked.
+
+    Args:
+        train: Training set. Its attribute `fingerprint` is one of the facts, if it has one.
+        timeline: Record of the time that the run spends on saves and other work.
+    """
+    folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
+    store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
+    facts = identity(cfg) | {"data": getattr(train, "fingerprint", None)}
+    facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
+    keys = (key for key in cfg.optimizer.plain() if _covers(cfg.allow_changes, f"optimizer.{key}"))
+    # embedding_lr is the `lr` of its parameter group.
+    changed = {"lr" if key.endswith("_lr") else key for key in keys}
+    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
+    options, objective = cfg.checkpoint, cfg.objective
+    return Checkpoints(store, facts, options, changed, objective, mirror, timeline, guard.beat)
+
+
+def identity(cfg: RunConfig) -> dict[str, Any]:
     """Return dotted key -> value for the keys that must not change for an exact resume.
 
     They are the keys that decide the result: those of the groups model, module, data, optimizer and
     scheduler, one entry for each callback, the seed, the global batch size, the precision and the
     clipping of gradients. Keys with the mark KeepsResult, such as `data.num_workers`, keys that
     only repeat another key, and callbacks that print sampled text are left out.
-
-    Args:
-        global_batch_size: Sequences of an optimizer step over all ranks.
     """
+    devices = find_devices(cfg)
+    dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     facts: dict[str, Any] = {
         "seed": cfg.seed,
-        "data.global_batch_size": global_batch_size,
+        "data.global_batch_size": plan_batch(cfg, dims.data).global_batch_size,
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
         "trainer.precision": cfg.trainer.precision,
     }
@@ -171,13 +173,13 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 
-def _differences(cfg: RunConfig, saved: dict[str, Any], size: int) -> list[ConfigIssue]:
+def _differences(cfg: RunConfig, saved: dict[str, Any]) -> list[ConfigIssue]:
     """Return an issue for each key that differs from the saved run and is not in allow_changes.
 
     `saved` is what `identity` returned for the saved run. An evaluation compares only the model
     group.
     """
-    now = identity(keep_precision(cfg, saved), size)
+    now = identity(_keep_precision(cfg, saved))
     part = "" if cfg.task == "fit" else "model."
     # The state of a torch schedule holds its options and replaces those of the config.
     is_fixed = cfg.scheduler.target.startswith("torch.") and (
@@ -185,67 +187,48 @@ def _differences(cfg: RunConfig, saved: dict[str, Any], size: int) -> list[Confi
     )
     allowed = [n for n in cfg.allow_changes if not (is_fixed and n.startswith("scheduler"))]
     differing = [key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)]
-    return [
+    issues = [
         _changed(key, saved.get(key), now.get(key))
         for key in sorted(differing)
         if key.startswith(part) and key not in _EXTRA_ENTRIES and not _covers(allowed, key)
     ]
+    if cfg.max_tokens and cfg.task == "fit" and "data.global_batch_size" in differing:
+        message = "needs steps of one size, and the global batch size has changed"
+        hint = "trainer.max_steps=<n> max_tokens=null"
+        issues.append(ConfigIssue("max_tokens", cfg.max_tokens, message, hint))
+    return issues
 
 
-def check_data(cfg: RunConfig, saved: Mapping[str, Any], fingerprint: str | None) -> None:
-    """Raise a ConfigError if a resumed run reads other training data than its first start.
+def continue_run(
+    cfg: RunConfig, lengths: RunLengths, train: Dataset, saved: Mapping[str, Any]
+) -> tuple[RunConfig, RunLengths]:
+    """Return config and lengths of a resumed run, with what its first start has resolved.
 
-    `allow_changes=[data]` permits other data.
+    A precision of "auto" is that of the first start. So is the number of warm-up steps, unless
+    `scheduler.warmup_steps` has changed or `scheduler.warmup_tokens` is given.
 
     Args:
+        train: Training set. Its attribute `fingerprint` is compared, or None if it has none.
         saved: Entry `config` of the checkpoint's manifest.
-        fingerprint: Fingerprint of the training set. None if the dataset has no such attribute.
+
+    Raises:
+        ConfigError: If the training data are not those of the first start, and `allow_changes`
+            does not have `data`.
     """
+    fingerprint = getattr(train, "fingerprint", None)
     if saved.get("data") != fingerprint and not _covers(cfg.allow_changes, "data"):
         raise ConfigError([_changed("data", saved.get("data"), fingerprint)])
+    is_same = cfg.scheduler.warmup_steps == saved.get("scheduler.warmup_steps")
+    if is_same and not cfg.scheduler.warmup_tokens:
+        lengths = replace(lengths, warmup_steps=saved.get("warmup_steps"))
+    return _keep_precision(cfg, saved), lengths
 
 
-def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """Return the config, with the precision of the run's first start in place of "auto".
-
-    `saved` is the entry `config` of the checkpoint's manifest.
-    """
+def _keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
+    """Return the config, with the precision of the run's first start in place of "auto"."""
     if cfg.trainer.precision != "auto":
         return cfg
     return cfg.changed({"trainer.precision": saved["trainer.precision"]})
-
-
-def typed_keys() -> dict[str, str]:
-    """Return key -> text for the overrides of this job that were typed, see `shell.by_key`.
-
-    The result is empty if Hydra has not composed the config of this process.
-    """
-    return by_key(HydraConfig.get().overrides.task if HydraConfig.initialized() else [])
-
-
-def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:
-    """Return the lengths of a resumed run with the number of warm-up steps of its first start.
-
-    The lengths are unchanged if that number is not known, if `scheduler.warmup_steps` is another
-    one than at the first start, or if `scheduler.warmup_tokens` is given. `saved` is the entry
-    `config` of the checkpoint's manifest.
-    """
-    warmup = cfg.scheduler.warmup_steps
-    first = saved.get("warmup_steps")
-    is_other = warmup != saved.get("scheduler.warmup_steps") or cfg.scheduler.warmup_tokens
-    return lengths if first is None or is_other else replace(lengths, warmup_steps=first)
-
-
-def changed_options(cfg: RunConfig) -> tuple[str, ...]:
-    """Return which keys of the optimizer's parameter groups get their new values on a resume.
-
-    They are the optimizer options that `allow_changes` permits. "lr" stands for every option whose
-    name ends with `_lr`. A name may occur twice.
-    """
-    keys = cfg.optimizer.plain()
-    changed = (key for key in keys if _covers(cfg.allow_changes, f"optimizer.{key}"))
-    # embedding_lr is the `lr` of its parameter group.
-    return tuple("lr" if key.endswith("_lr") else key for key in changed)
 
 
 def _covers(names: Iterable[str], key: str) -> bool:

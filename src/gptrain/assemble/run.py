@@ -7,13 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from gptrain.assemble.companion_files import write_tokenizer
@@ -26,18 +25,19 @@ from gptrain.assemble.datasets import (
     read_as_pairs,
 )
 from gptrain.assemble.load import build_net, start_from
-from gptrain.assemble.module import build_module, build_optimizer, check_metrics, module_class
-from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
+from gptrain.assemble.module import build_module, build_optimizer, module_class
+from gptrain.assemble.resume import continue_run
 from gptrain.assemble.trainer import build_trainer
-from gptrain.assemble.training_run import TrainingRun
+from gptrain.assemble.training_run import TrainingRun, typed_words
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan, plan_batch, plan_lengths
 from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
+from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.data.samples import has_documents
 from gptrain.lit import LanguageModel, TextDataModule
+from gptrain.lit.lightning import use_checkpoint
 from gptrain.lit.messages import quiet_lightning
 from gptrain.lit.strategies import build_strategy
 from gptrain.lit.user_data import UserData
@@ -67,26 +67,19 @@ def check(cfg: RunConfig) -> None:
             batch. Other errors of the user's classes pass unchanged.
     """
     devices = find_devices(cfg)
-    keys = (f"{axis}_parallel_size" for axis in (CONTEXT, TENSOR, PIPELINE))
-    sized = next((f"strategy.{key}" for key in keys if getattr(cfg.strategy, key, None)), "")
-    with as_config_errors(cfg, sized or "trainer.devices"):
+    with as_config_errors(cfg, "trainer.devices"):
         dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     with as_config_errors(cfg, "data.global_batch_size"):
-        batch = plan_batch(cfg, dims.data)
-        check_batch(cfg.strategy, dims, batch)
+        check_batch(cfg.strategy, dims, plan_batch(cfg, dims.data))
     with as_config_errors(cfg, "model._target_"):
         module_type = module_class(cfg, dims.world_size)
-        check_metrics(cfg, module_type)
         net = build_on_meta_device(partial(build_net, cfg.model))
         limit = getattr(net, "max_seq_len", None)  # may be another than the key model.max_seq_len
         if isinstance(limit, int) and (cfg.data.sample_tokens or 0) > limit:
             message, hint = f"longer than the {limit} positions of the net", f"data.seq_len={limit}"
             raise ConfigError.of("data.seq_len", cfg.value_of("data.seq_len"), message, hint=hint)
-        modes = {
-            "model.activation_checkpointing": cfg.model.activation_checkpointing,
-            "model.compile": _choose_compile(cfg, devices, lambda: net),
-        }
-        check_fit(net, cfg.strategy, dims, modes)
+        model = _with_compile(cfg, devices, lambda: net).model
+        check_fit(net, cfg.strategy, dims, model)
         if cfg.data.masks_documents:
             check_layout(net)
     if cfg.task == "fit" and issubclass(module_type, LanguageModel):
@@ -96,17 +89,18 @@ def check(cfg: RunConfig) -> None:
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def _choose_compile(cfg: RunConfig, devices: RunDevices, net: Callable[[], nn.Module]) -> str:
-    """Return what torch.compile compiles: `model.compile`, or "none" if it would not help.
+def _with_compile(cfg: RunConfig, devices: RunDevices, net: Callable[[], nn.Module]) -> RunConfig:
+    """Return the config, with "none" for a `model.compile` that would not help.
 
     A value that the user typed is always used. One from a yaml file, as in `trainer=gpu`, becomes
     "none" on a CPU, and "blocks" also for a net without `blocks`.
     """
     mode = cfg.model.compile
-    if mode == "none" or "model.compile" in typed_keys():
-        return mode
+    is_typed = any(word.lstrip("+").startswith("model.compile=") for word in typed_words())
+    if mode == "none" or is_typed:
+        return cfg
     helps = devices.accelerator != "cpu" and (mode == "model" or hasattr(net(), "blocks"))
-    return mode if helps else "none"
+    return cfg if helps else cfg.changed({"model.compile": "none"})
 
 
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
@@ -145,28 +139,24 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)
     check_samples(cfg, module_type, (train, val, test))
+    batch = plan_batch(cfg, dims.data)
     if cfg.trainer.overfit_batches:
-        train = first_batches(train, cfg.trainer.overfit_batches, plan_batch(cfg, dims.data))
-    sample, sized = train[0], cfg
-    tokens = find_tokens(sample)
+        train = first_batches(train, cfg.trainer.overfit_batches, batch)
     if isinstance(train, UserData):  # the batch size is that of the user's loader
-        sized = cfg.changed({"data.batch_size": train.batch_size})
-    sample_tokens = None if tokens is None else len(tokens)
-    lengths = plan_lengths(sized, len(train), sample_tokens, dims.data)
+        batch = replace(batch, batch_size=train.batch_size)
+    sample = train[0]
+    tokens = find_tokens(sample)
+    lengths = plan_lengths(cfg, batch, len(train), None if tokens is None else len(tokens))
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)
     if checkpoint is not None and cfg.task == "fit":
-        saved = read_manifest(checkpoint).config
-        check_data(cfg, saved, getattr(train, "fingerprint", None))
-        lengths = keep_warmup(cfg, lengths, saved)
-        cfg = keep_precision(cfg, saved)
+        cfg, lengths = continue_run(cfg, lengths, train, read_manifest(checkpoint).config)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
-    precision = cfg.trainer.precision
-    precision = native_precision(devices) if precision == "auto" else precision
+    if cfg.trainer.precision == "auto":
+        cfg = cfg.changed({"trainer.precision": native_precision(devices)})
     make_net = partial(build_net, cfg.model)
-    compile = _choose_compile(cfg, devices, partial(build_on_meta_device, make_net))
-    cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
+    cfg = _with_compile(cfg, devices, partial(build_on_meta_device, make_net))
 
     torch.manual_seed(cfg.seed)  # the initial weights are those of a single process
     with as_config_errors(cfg):
@@ -177,7 +167,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             devices.device(process.local_rank),
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
-            precision=precision,
+            precision=cfg.trainer.precision,
             sample=tokens if issubclass(module_type, LanguageModel) else None,
         )
         if "train" in read_as_pairs(module_type) and has_documents(sample):
@@ -187,6 +177,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         torch.manual_seed(cfg.seed + 1)  # TrainingMonitor adds the rank once the parts are set up
         module = build_module(cfg, net, lengths, val)
         trainer = build_trainer(cfg, devices, strategy, lengths, guard, train)
+    use_checkpoint(trainer, checkpoint)
     if isinstance(train, UserData):
         train.start(lengths)
         datamodule = train.module
@@ -206,7 +197,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             pin_memory=devices.accelerator == "cuda",
             limits={"val": cfg.trainer.limit_val_batches, "test": cfg.trainer.limit_test_batches},
         )
-    return TrainingRun(cfg, devices, lengths, train, module, datamodule, trainer, checkpoint)
+    return TrainingRun(cfg, lengths, train, module, datamodule, trainer)
 
 
 def _start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
@@ -218,8 +209,6 @@ def _start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
         TimeoutError: If not all ranks start in time. For other errors see `start_store`.
     """
     quiet_lightning()
-    # A Trainer on one device would keep the rank of an earlier run of this process.
-    cast(Any, rank_zero_only).rank = process.rank
     if devices.accelerator == "cpu" or devices.n_local > 1:  # Adam with cpu_offload uses them, too
         set_threads(devices.n_local)
     if devices.accelerator == "cuda":

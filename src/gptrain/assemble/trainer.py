@@ -7,20 +7,14 @@ import lightning.pytorch as pl
 from hydra.utils import get_method
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
-from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from gptrain.assemble.load import build_target
-from gptrain.assemble.resume import changed_options, identity
-from gptrain.checkpoints.lock import read_run_id
-from gptrain.checkpoints.mirror import Mirror
-from gptrain.checkpoints.status import CHECKPOINTS_NAME
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.assemble.resume import build_checkpoints
 from gptrain.checkpoints.timeline import Timeline
-from gptrain.core.lengths import RunLengths, phase_steps, plan_batch
+from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.data.stream import UNKNOWN_LENGTH
-from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.guard import Spikes, StepGuard
@@ -28,7 +22,7 @@ from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresum
 from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.user_data import UserData
-from gptrain.parallel.mesh import LONG_PHASE_S, gather
+from gptrain.parallel.mesh import LONG_PHASE_S
 from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -58,14 +52,10 @@ def build_trainer(
     """
     options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
     callbacks, accumulate = _build_callbacks(cfg, lengths, guard, train), lengths.batch.accumulate
+    loggers = [build_target(node.node(), f"logger.{name}") for name, node in cfg.logger.items()]
     is_users = isinstance(train, UserData)
-    options |= {
-        "accelerator": devices.accelerator,
-        "devices": assign_devices(strategy, devices),
-        "num_nodes": devices.n_nodes,
+    options |= place_options(devices, strategy) | {
         "precision": cfg.trainer.precision,
-        "strategy": strategy,
-        "plugins": [RankEnvironment(this_process(), devices.n_local)],
         # `lengths` has turned every limit of the run into optimizer steps.
         "max_epochs": -1 if len(train) >= UNKNOWN_LENGTH else lengths.n_epochs,
         "max_steps": -1 if lengths.n_steps is None else lengths.n_steps,
@@ -77,7 +67,7 @@ def build_trainer(
         "check_val_every_n_epoch": None,
         "callbacks": callbacks,
         "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
-        "logger": _build_loggers(cfg),
+        "logger": [*loggers, JsonLinesLogger(cfg.run_dir)],  # fast_dev_run calls none of them
         "profiler": build_target(cfg.profiler.node(), "profiler") if cfg.profiler else None,
         "use_distributed_sampler": is_users,
         "default_root_dir": cfg.run_dir,
@@ -90,29 +80,25 @@ def build_trainer(
         return disable_signals_and_autoresume(make(**options))
 
 
-def _build_loggers(cfg: RunConfig) -> list[Logger]:
-    """Build the loggers of the `logger` group, and the one that writes metrics.jsonl in every run.
+def place_options(devices: RunDevices, strategy: Strategy | str) -> dict[str, Any]:
+    """Return the options of a Trainer that say on which devices and in which rank it runs.
 
-    Callbacks that log refuse a Trainer without a logger: fast_dev_run has one that keeps nothing.
+    Args:
+        strategy: Strategy of the Trainer, or Lightning's name of it. The GPUs of this node are
+            assigned to an object.
     """
-    if cfg.trainer.fast_dev_run:
-        return [DummyLogger()]
-    loggers = [build_target(node.node(), f"logger.{name}") for name, node in cfg.logger.items()]
-    return [*loggers, JsonLinesLogger(cfg.run_dir)]
-
-
-def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
-    """Assign the GPUs of this node to a strategy, and return the value of the Trainer's `devices`.
-
-    The value is 1 on GPUs, and the number of ranks on this node on other devices.
-    """
-    if devices.accelerator != "cuda":
-        return devices.n_local
-    # Lightning would compare the value with the GPUs that this process sees, which under some
-    # launchers are not those of all ranks of the node.
-    if isinstance(strategy, ParallelStrategy):
+    is_gpu = devices.accelerator == "cuda"
+    if is_gpu and isinstance(strategy, ParallelStrategy):
         strategy.parallel_devices = [devices.device(i) for i in range(devices.n_local)]
-    return 1
+    return {
+        "accelerator": devices.accelerator,
+        # Lightning would compare the number with the GPUs that this process sees, which under some
+        # launchers are not those of all ranks of the node.
+        "devices": 1 if is_gpu else devices.n_local,
+        "num_nodes": devices.n_nodes,
+        "strategy": strategy,
+        "plugins": [RankEnvironment(this_process(), devices.n_local)],
+    }
 
 
 # Callbacks
@@ -135,7 +121,7 @@ def _build_callbacks(
     timeline = Timeline(Path(cfg.run_dir) if is_fit and this_process().rank == 0 else None)
     checkpoints = None
     if is_fit and cfg.checkpoint.name != "none":
-        checkpoints = _build_checkpoints(cfg, lengths, guard, train, timeline)
+        checkpoints = build_checkpoints(cfg, lengths, train, timeline, guard)
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
@@ -149,25 +135,3 @@ def _build_callbacks(
     )
     last = [] if checkpoints is None else [checkpoints]
     return [monitor, *own, *last]
-
-
-def _build_checkpoints(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Any, timeline: Timeline
-) -> Checkpoints:
-    """Build the callback that saves checkpoints. The run folder must have been locked."""
-    folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
-    store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
-    facts = identity(cfg, plan_batch(cfg, lengths.batch.data_parallel_size).global_batch_size)
-    facts["data"] = getattr(train, "fingerprint", None)
-    facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
-    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    return Checkpoints(
-        store,
-        facts,
-        cfg.checkpoint,
-        changed_options(cfg),
-        cfg.objective,
-        mirror,
-        timeline,
-        guard.beat,
-    )

@@ -29,20 +29,18 @@ from gptrain.core.lengths import RunLengths
 from gptrain.core.locations import LIBRARY, find_project
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks.monitor import TrainingMonitor
-from gptrain.lit.lightning import callbacks_of, data_of, strategy_of, use_checkpoint
+from gptrain.lit.lightning import callbacks_of, data_of, strategy_of
 from gptrain.lit.loggers import STEP
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import peak_memory_bytes
 from gptrain.lit.user_data import has_loader
 from gptrain.parallel.mesh import gather
-from gptrain.runtime.devices import RunDevices
 
 log = logging.getLogger(__name__)
 # Arguments of the net that are printed, if it has them
 _SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 _PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
-_GIT_S = 3.0  # time limit of git, which may be slow on a network file system
 _TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
 
 
@@ -52,23 +50,19 @@ class TrainingRun:
 
     Attributes:
         cfg: Configuration of the run, with its resolved precision and compile mode.
-        devices: Devices of the run.
         lengths: Length of the run.
         train: Training set, or the UserData of a LightningDataModule.
         module: LightningModule of the run.
         datamodule: Data of the run, for the Trainer.
-        trainer: Lightning's Trainer.
-        checkpoint: Checkpoint to resume from or to evaluate. None for the weights in `module`.
+        trainer: Lightning's Trainer, with the checkpoint that it loads.
     """
 
     cfg: RunConfig
-    devices: RunDevices
     lengths: RunLengths
     train: Dataset
     module: pl.LightningModule
     datamodule: pl.LightningDataModule
     trainer: pl.Trainer
-    checkpoint: Path | None
 
     def go(self) -> dict[str, float]:
         """Fit, validate or test, as `task` says, and return the final metrics. Call it once.
@@ -89,10 +83,9 @@ class TrainingRun:
             ConfigError: If Lightning or a part refuses an option only now.
         """
         cfg, trainer, start_s = self.cfg, self.trainer, time.perf_counter()
-        use_checkpoint(trainer, self.checkpoint)
-        if self.devices.accelerator == "cuda":
+        if strategy_of(trainer).root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        provenance = _describe_run(self.devices) if trainer.is_global_zero else {}
+        provenance = _describe_run(trainer) if trainer.is_global_zero else {}
         for label, text in self._start_lines() if trainer.is_global_zero else ():
             log.info(labels.line(label, text))
         for logger in trainer.loggers:
@@ -127,9 +120,10 @@ class TrainingRun:
         model = [type(net).__name__, some if n_trained < n_all else f"{n_all:,} parameters"]
         model += [f"{key} {sizes[key]}" for key in _SIZES if key in sizes]
         yield "model", " · ".join(model)
-        device_text = f"{self.devices.world_size} x {self.devices.accelerator}"
+        device_type = used.root_device.type
+        device_text = f"{self.trainer.world_size} x {device_type}"
         strategy = [used.parallel.name, device_text, f"precision {self.trainer.precision}"]
-        if self.devices.accelerator == "cpu":
+        if device_type == "cpu":
             strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
         yield "strategy", " · ".join(strategy)
         parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
@@ -229,19 +223,24 @@ class TrainingRun:
         return "stopped", f"by a callback or the module (trainer.should_stop), at step {step}"
 
 
-def _describe_run(devices: RunDevices) -> dict[str, Any]:
+def typed_words() -> list[str]:
+    """Return the overrides of this job that were typed, or [] if Hydra has composed no config."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+def _describe_run(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the provenance of a run that is about to start, for result.json."""
-    device = f"{devices.accelerator} ({platform.machine()})"
-    if devices.accelerator == "cuda":
+    device_type = strategy_of(trainer).root_device.type
+    device = f"{device_type} ({platform.machine()})"
+    if device_type == "cuda":
         device = torch.cuda.get_device_name()
     return {
         "command": shell.command("python", *sys.argv),
-        # tests/tools/bench is no command of Hydra.
-        "overrides": list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else [],
+        "overrides": typed_words(),
         "git": _read_git(find_project() or LIBRARY),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES},
         "host": socket.gethostname(),
-        "devices": f"{devices.world_size} x {device}",
+        "devices": f"{trainer.world_size} x {device}",
         "threads": torch.get_num_threads(),
     }
 
@@ -250,8 +249,8 @@ def _describe_run(devices: RunDevices) -> dict[str, Any]:
 def _read_git(folder: Path) -> dict[str, object] | None:
     """Return `commit` and `dirty` (changed files) of the repository of a folder, or None."""
     command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain=v2", "-b"]
-    try:
-        output = subprocess.run(command, capture_output=True, check=True, timeout=_GIT_S).stdout
+    try:  # git may be slow on a network file system
+        output = subprocess.run(command, capture_output=True, check=True, timeout=3).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     # "# branch.oid 0123abcd", more headers, changed files

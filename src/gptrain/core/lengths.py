@@ -114,22 +114,20 @@ def plan_batch(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
 
 
 def plan_lengths(
-    cfg: RunConfig, n_samples: int, sample_tokens: int | None, data_parallel_size: int
+    cfg: RunConfig, batch: BatchPlan, n_samples: int, sample_tokens: int | None
 ) -> RunLengths:
     """Return the length of a run that starts at step 0. `warmup_steps` of the result is None.
 
     Args:
-        cfg: Configuration of the run. Its `data.batch_size` is the one that counts.
+        batch: Batch plan of the run. Its sizes count, and not those in `cfg`.
         n_samples: Number of samples of the training set.
         sample_tokens: Positions of one sample. None for data that are not tokens: a sample then
             counts as one position.
-        data_parallel_size: Number of ranks that train on different samples.
 
     Raises:
         ConfigError: If max_tokens is less than one step.
-        ValueError: As in `plan_batch`.
     """
-    trainer, batch = cfg.trainer, plan_batch(cfg, data_parallel_size)
+    trainer = cfg.trainer
     epoch_steps = max(1, n_samples // batch.global_batch_size)
     if (batches := trainer.limit_train_batches) is not None:
         is_fraction = isinstance(batches, float)  # else a number of micro-batches

@@ -86,12 +86,10 @@ def train_script() -> str:
     """Return the path of the script that a printed command starts, without quotes.
 
     It is the running script as it was typed. In a module of a command, or in a process of
-    submitit, it is the project's train.py, or "train.py" if there is none.
+    submitit, it is train.py of the project, or of the working directory without a project.
     """
-    script, project = Path(sys.argv[0]), find_project()
+    script = Path(sys.argv[0])
     if script.suffix == ".py" and not script.name.startswith("_"):  # submitit's is _submit.py
         return sys.argv[0]
-    if project is None or not (project / "train.py").is_file():
-        return "train.py"
-    script = project / "train.py"
+    script = (find_project() or Path.cwd()) / "train.py"
     return min(os.path.relpath(script), str(script), key=len)

@@ -259,7 +259,7 @@ def _find_data_kind(node: dict[str, Any]) -> object:
 
 
 class DataConfig(OpenSection):
-    """Keys that every data group has. The property `extra` has the other keys of the group."""
+    """Keys that every data group has. The other keys depend on the group."""
 
     # The resulting global batch size is compared on a resume.
     batch_size: Annotated[Count, KeepsResult]
@@ -270,20 +270,15 @@ class DataConfig(OpenSection):
     test: TargetConfig | None = None
 
     @property
-    def extra(self) -> dict[str, Any]:
-        """Keys that were given and that not every data group has, such as `seq_len`, and values."""
-        return {k: v for k, v in self.plain().items() if k not in DataConfig.model_fields}
-
-    @property
     def sample_tokens(self) -> int | None:
         """Positions of a sample by the config. None if the group has no integer `seq_len`."""
-        length = self.extra.get("seq_len")
+        length = self.plain().get("seq_len")
         return length if type(length) is int else None
 
     @property
     def masks_documents(self) -> bool:
-        """True if `documents` of the group or of a part is "masked": attention stays within one."""
-        facts = flatten(self.extra)  # a mixture has keys such as parts.a.documents
+        """True if a key `documents` of the group is "masked": attention stays within one."""
+        facts = flatten(self.plain())  # a mixture has keys such as parts.a.documents
         return any(facts[key] == "masked" for key in facts if key.split(".")[-1] == "documents")
 
 
@@ -448,12 +443,10 @@ class RunConfig(Section):
         refers to a changed key. A key has at most one dot, and the group in front of it is a
         section, such as `data`.
         """
-        copy = self.model_copy()
+        copy = self.model_copy(deep=True)
         for key, value in values.items():
             group, _, leaf = key.rpartition(".")
-            if group:
-                key, value = group, getattr(copy, group).model_copy(update={leaf: value})
-            copy = copy.model_copy(update={key: value})
+            setattr(getattr(copy, group) if group else copy, leaf, value)
         return copy
 
     def value_of(self, key: str) -> Any:

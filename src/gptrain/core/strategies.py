@@ -8,16 +8,15 @@ Nothing in this file imports torch, so that the command line and the planner can
 import math
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import yaml
 from pydantic import field_validator
 
+from gptrain.core.locations import LIBRARY
 from gptrain.core.value_types import Count, OpenSection, Positive, Seconds
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
-_DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
 _HEADS = ("tensor_plan", "n_heads", "head")
 
 
@@ -149,7 +148,7 @@ def default_options(name: str) -> StrategyOptions:
     `name` is a key of STRATEGIES or "auto". The caller must not change the result, which all calls
     with the same name share.
     """
-    content = yaml.safe_load((_DEFAULTS / f"{name}.yaml").read_text())
+    content = yaml.safe_load((LIBRARY / "conf" / "strategy" / f"{name}.yaml").read_text())
     return STRATEGIES["ddp" if name == "auto" else name].model_validate(content)
 
 
@@ -232,8 +231,7 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
     n_data = max(1, world_size // math.prod(sizes.values())) if DATA in axes else 1
     dims = ParallelDims(n_data, replicas=getattr(options, "replicas", 1), **sizes)
     if dims.world_size != world_size:
-        shown = (DATA, CONTEXT) if CONTEXT in axes else (DATA, TENSOR, PIPELINE)
-        equation = " x ".join(f"{axis} {getattr(dims, axis)}" for axis in shown)
+        equation = " x ".join(f"{axis} {getattr(dims, axis)}" for axis in axes or (DATA,))
         raise ValueError(
             f"strategy={name}: {equation} = {dims.world_size}, but there are {world_size} ranks"
         )
