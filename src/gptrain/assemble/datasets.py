@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from gptrain.assemble.load import build_target
 from gptrain.assemble.trainer import place_options
 from gptrain.core.errors import BAD_DATA, ConfigError
-from gptrain.core.lengths import BatchPlan, find_end
+from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import DataModuleConfig, RunConfig
 from gptrain.data import BatchReader, as_pairs
 from gptrain.data.samples import has_documents
@@ -99,9 +99,9 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
         datasets: Result of `build_datasets`. A test set of None stands for the validation set.
 
     Raises:
-        ConfigError: If the training data are a stream without a length and the run is to end after
-            a number of epochs (exit code 2), or if a sample is no such pair, or if the validation
-            or test set is empty (65).
+        ConfigError: If the training data are a stream without a length and nothing ends the run
+            (exit code 2), or if a sample is no such pair, or if the validation or test set is empty
+            (65).
     """
     (train, val, test), pairs = datasets, read_as_pairs(module)
     read = {"train": train} if cfg.task == "fit" else {}
@@ -109,12 +109,13 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
         read["val"] = val
     if cfg.task == "test" or cfg.trainer.fast_dev_run:
         read["test"] = val if test is None else test
-    _, limit = find_end(cfg, epoch_steps=UNKNOWN_LENGTH, step_tokens=1)
-    is_by_epochs = limit.startswith("trainer.max_epochs")
-    if "train" in read and len(train) >= UNKNOWN_LENGTH and is_by_epochs:
-        message = "the data are a stream without a length"
+    trainer = cfg.trainer
+    has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
+    if "train" in read and len(train) >= UNKNOWN_LENGTH and not has_end:
         hint = "trainer.max_steps=1000, or max_tokens=1e9"
-        raise ConfigError.of("trainer.max_steps", -1, message, hint=hint)
+        raise ConfigError.of(
+            "trainer.max_steps", -1, "the data are a stream without a length", hint=hint
+        )
     for name, dataset in read.items():
         if getattr(cfg.trainer, f"limit_{name}_batches") == 0:
             continue

@@ -22,7 +22,7 @@ from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
-from gptrain.core.small_files import read_facts, read_values
+from gptrain.core.small_files import UnreadableFileError, read_facts, read_values
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer
 from gptrain.parallel import state as states
 from gptrain.runtime.devices import accelerator_of, set_threads
@@ -300,7 +300,10 @@ def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
             f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
             f"`from_hugging_face` that reads it (see gptrain.models)"
         )
-    return read(read_values(config), tensors)
+    content = read_values(config)
+    if not isinstance(content, dict):
+        raise UnreadableFileError(config, "not a mapping")
+    return read(content, tensors)
 
 
 def _net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:

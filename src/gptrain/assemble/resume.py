@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it resumes from, whether it is the same run, and new ones."""
+"""Find the checkpoint that a run resumes from, and check that the run is still the same."""
 
 import json
 import logging
@@ -12,33 +12,26 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import find_trained, find_weights
-from gptrain.checkpoints.lock import RunLock, read_run_id
+from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import read_manifest, step_of
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
-from gptrain.core.lengths import RunLengths, phase_steps, plan_batch
+from gptrain.core.lengths import RunLengths, plan_batch
 from gptrain.core.schema import RunConfig, SampleTextConfig
 from gptrain.core.shell import command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import parallel_dims
 from gptrain.core.value_types import KeepsResult, Section
-from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.parallel.mesh import gather
 from gptrain.runtime.devices import find_devices
-from gptrain.runtime.process import this_process
-from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
 
 # Groups whose keys change what is computed, except those whose type has the mark KeepsResult. A
 # resume must not change them without permission.
 _DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
-# Ends of the keys of datasets that change nothing: a folder, and a seed that follows from `seed`.
-_IGNORED = (".cache_dir", ".val.seed")
 # Entries of a manifest that are no config keys, see continue_run.
 _EXTRA_ENTRIES = ("data", "warmup_steps")
 
@@ -122,29 +115,6 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
 # Comparing with the saved run
 
 
-def build_checkpoints(
-    cfg: RunConfig, lengths: RunLengths, train: Dataset, timeline: Timeline, guard: Guard
-) -> Checkpoints:
-    """Build the callback that saves checkpoints, with the facts that a resume compares.
-
-    The run folder must have been locked.
-
-    Args:
-        train: Training set. Its attribute `fingerprint` is one of the facts, if it has one.
-        timeline: Record of the time that the run spends on saves and other work.
-    """
-    folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
-    store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
-    facts = identity(cfg) | {"data": getattr(train, "fingerprint", None)}
-    facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
-    keys = (key for key in cfg.optimizer.plain() if _covers(cfg.allow_changes, f"optimizer.{key}"))
-    # embedding_lr is the `lr` of its parameter group.
-    changed = {"lr" if key.endswith("_lr") else key for key in keys}
-    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    options, objective = cfg.checkpoint, cfg.objective
-    return Checkpoints(store, facts, options, changed, objective, mirror, timeline, guard.beat)
-
-
 def identity(cfg: RunConfig) -> dict[str, Any]:
     """Return dotted key -> value for the keys that must not change for an exact resume.
 
@@ -165,12 +135,11 @@ def identity(cfg: RunConfig) -> dict[str, Any]:
         section: Section = getattr(cfg, group)
         fields = type(section).model_fields.items()
         keeping = {key for key, field in fields if KeepsResult in field.metadata}
-        node = {key: value for key, value in section.plain().items() if key not in keeping}
-        facts |= {k: value for k, value in flatten(node, group).items() if not k.endswith(_IGNORED)}
+        facts |= flatten(section.plain(exclude=keeping), group)
     for name, callback in cfg.callbacks.items():
         if callback and not isinstance(callback, SampleTextConfig):
             facts[f"callbacks.{name}"] = json.dumps(callback.plain(), default=str)
-    return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
+    return {key: value for key, value in facts.items() if not _follows(key, value, facts)}
 
 
 def _differences(cfg: RunConfig, saved: dict[str, Any]) -> list[ConfigIssue]:
@@ -182,9 +151,8 @@ def _differences(cfg: RunConfig, saved: dict[str, Any]) -> list[ConfigIssue]:
     now = identity(_keep_precision(cfg, saved))
     part = "" if cfg.task == "fit" else "model."
     # The state of a torch schedule holds its options and replaces those of the config.
-    is_fixed = cfg.scheduler.target.startswith("torch.") and (
-        cfg.scheduler.target == saved.get("scheduler._target_")
-    )
+    target = cfg.scheduler.target
+    is_fixed = target.startswith("torch.") and target == saved.get("scheduler._target_")
     allowed = [n for n in cfg.allow_changes if not (is_fixed and n.startswith("scheduler"))]
     differing = [key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)]
     issues = [
@@ -231,6 +199,17 @@ def _keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     return cfg.changed({"trainer.precision": saved["trainer.precision"]})
 
 
+def changed_options(cfg: RunConfig) -> set[str]:
+    """Return which keys of the optimizer's parameter groups get their new values on a resume.
+
+    They are the optimizer options that `allow_changes` permits. "lr" stands for every option whose
+    name ends with `_lr`.
+    """
+    keys = (key for key in cfg.optimizer.plain() if _covers(cfg.allow_changes, f"optimizer.{key}"))
+    # embedding_lr is the `lr` of its parameter group.
+    return {"lr" if key.endswith("_lr") else key for key in keys}
+
+
 def _covers(names: Iterable[str], key: str) -> bool:
     """Return whether one of the dotted names is the key, or a group that holds the key."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
@@ -242,8 +221,10 @@ def _changed(key: str, saved: object, now: object) -> ConfigIssue:
     return ConfigIssue(key, now, f"the checkpoint was made with {saved}", hint=hint)
 
 
-def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
-    """Return whether a key of a dataset only repeats another key, such as `data.seq_len`."""
+def _follows(key: str, value: Any, facts: dict[str, Any]) -> bool:
+    """Return whether the value of a dataset's key follows from another key, as `data.seq_len`."""
+    if key.endswith((".cache_dir", ".val.seed")):  # a folder, and a seed that follows from `seed`
+        return True
     if re.match(r"data\.(train|val)\.(parts|weights)\.", key):  # of a mixture
         return any(other.startswith("data.parts.") for other in facts)
     if not (part := re.fullmatch(r"(data|data\..+)\.(train|val|test)\.([^.]+)", key)):

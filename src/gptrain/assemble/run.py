@@ -79,7 +79,8 @@ def check(cfg: RunConfig) -> None:
             message, hint = f"longer than the {limit} positions of the net", f"data.seq_len={limit}"
             raise ConfigError.of("data.seq_len", cfg.value_of("data.seq_len"), message, hint=hint)
         model = _with_compile(cfg, devices, lambda: net).model
-        check_fit(net, cfg.strategy, dims, model)
+        keys = ("activation_checkpointing", "compile")
+        check_fit(net, cfg.strategy, dims, {f"model.{key}": getattr(model, key) for key in keys})
         if cfg.data.masks_documents:
             check_layout(net)
     if cfg.task == "fit" and issubclass(module_type, LanguageModel):

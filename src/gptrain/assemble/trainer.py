@@ -10,11 +10,16 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from gptrain.assemble.load import build_target
-from gptrain.assemble.resume import build_checkpoints
+from gptrain.assemble.resume import changed_options, identity
+from gptrain.checkpoints.lock import read_run_id
+from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
-from gptrain.core.lengths import RunLengths
+from gptrain.core.lengths import RunLengths, phase_steps
 from gptrain.core.schema import RunConfig
 from gptrain.data.stream import UNKNOWN_LENGTH
+from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.guard import Spikes, StepGuard
@@ -22,7 +27,7 @@ from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresum
 from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.user_data import UserData
-from gptrain.parallel.mesh import LONG_PHASE_S
+from gptrain.parallel.mesh import LONG_PHASE_S, gather
 from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -121,7 +126,7 @@ def _build_callbacks(
     timeline = Timeline(Path(cfg.run_dir) if is_fit and this_process().rank == 0 else None)
     checkpoints = None
     if is_fit and cfg.checkpoint.name != "none":
-        checkpoints = build_checkpoints(cfg, lengths, train, timeline, guard)
+        checkpoints = _build_checkpoints(cfg, lengths, guard, train, timeline)
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
@@ -133,5 +138,26 @@ def _build_callbacks(
         compile_s=LONG_PHASE_S if cfg.model.compile != "none" else 0.0,
         seed=cfg.seed + 1,
     )
-    last = [] if checkpoints is None else [checkpoints]
-    return [monitor, *own, *last]
+    return [part for part in (monitor, *own, checkpoints) if part is not None]
+
+
+def _build_checkpoints(
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
+) -> Checkpoints:
+    """Build the callback that saves checkpoints. The run folder must have been locked."""
+    folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
+    store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
+    facts = identity(cfg)
+    facts["data"] = getattr(train, "fingerprint", None)
+    facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
+    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
+    return Checkpoints(
+        store,
+        facts,
+        cfg.checkpoint,
+        changed_options(cfg),
+        cfg.objective,
+        mirror,
+        timeline,
+        guard.beat,
+    )

@@ -40,8 +40,8 @@ from gptrain.parallel.mesh import gather
 log = logging.getLogger(__name__)
 # Arguments of the net that are printed, if it has them
 _SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
-_PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
 _TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
+_PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
 
 
 @dataclass
@@ -120,10 +120,9 @@ class TrainingRun:
         model = [type(net).__name__, some if n_trained < n_all else f"{n_all:,} parameters"]
         model += [f"{key} {sizes[key]}" for key in _SIZES if key in sizes]
         yield "model", " · ".join(model)
-        device_type = used.root_device.type
-        device_text = f"{self.trainer.world_size} x {device_type}"
+        device_text = f"{self.trainer.world_size} x {used.root_device.type}"
         strategy = [used.parallel.name, device_text, f"precision {self.trainer.precision}"]
-        if device_type == "cpu":
+        if used.root_device.type == "cpu":
             strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
         yield "strategy", " · ".join(strategy)
         parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
@@ -230,17 +229,15 @@ def typed_words() -> list[str]:
 
 def _describe_run(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the provenance of a run that is about to start, for result.json."""
-    device_type = strategy_of(trainer).root_device.type
-    device = f"{device_type} ({platform.machine()})"
-    if device_type == "cuda":
-        device = torch.cuda.get_device_name()
+    device = strategy_of(trainer).root_device.type
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{device} ({platform.machine()})"
     return {
         "command": shell.command("python", *sys.argv),
         "overrides": typed_words(),
         "git": _read_git(find_project() or LIBRARY),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES},
         "host": socket.gethostname(),
-        "devices": f"{trainer.world_size} x {device}",
+        "devices": f"{trainer.world_size} x {name}",
         "threads": torch.get_num_threads(),
     }
 

@@ -91,12 +91,13 @@ class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     So are a value of another type, such as a string for a number, and a NaN or an infinity.
     """
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, **options: Any) -> dict[str, Any]:
         """Return the keys that were given, also unknown ones, as nested dicts and lists.
 
         Fields that have their default because no file and no override sets them are left out.
+        `options` are further options of pydantic's `model_dump`, such as `exclude`.
         """
-        return self.model_dump(by_alias=True, exclude_unset=True, serialize_as_any=True)
+        return self.model_dump(by_alias=True, exclude_unset=True, serialize_as_any=True, **options)
 
 
 class OpenSection(Section, extra="allow"):
