@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.assemble.load import load_for_command
 from gptrain.checkpoints.manifest import DamagedCheckpointError
 from tests.conftest import ROOT
 
@@ -30,14 +27,7 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     last = gptrain.load(str(saved_twice.folder), which="last")
     assert equal(best, saved_twice.state(2)["weights"])
     assert equal(last, saved_twice.state(4)["weights"])
-    trainer = SimpleNamespace(accelerator="cpu")
-    for typed, step in ((None, 2), ("last", 4)):  # a command that generates or scores text
-        cfg: Any = SimpleNamespace(
-            trainer=trainer, from_run=str(saved_twice.folder), ckpt_path=typed, trust=False
-        )
-        net, tokenizer, device = load_for_command(cfg)
-        assert equal(net, saved_twice.state(step)["weights"])
-        assert (tokenizer, device) == (None, "cpu")
+    assert gptrain.load(saved_twice.folder, with_tokenizer=True)[1] is None
     assert not best.training and {p.device.type for p in best.parameters()} == {"cpu"}
     assert best(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 256)
     assert best.head.weight is best.token_embedding.weight

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -25,7 +25,6 @@ from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_facts, read_values
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer
 from gptrain.parallel import state as states
-from gptrain.runtime.devices import accelerator_of, set_threads
 
 log = logging.getLogger(__name__)
 _SAFETENSORS = "model.safetensors"
@@ -33,11 +32,7 @@ _INDEX = f"{_SAFETENSORS}.index.json"  # transformers writes it for weights in s
 
 
 def load(
-    source: str | Path,
-    which: str = "best",
-    *,
-    trust: bool = False,
-    with_tokenizer: bool = False,
+    source: str | Path, which: str = "best", *, trust: bool = False, with_tokenizer: bool = False
 ) -> nn.Module | tuple[nn.Module, Tokenizer | None]:
     """Return the net of a run, a checkpoint or an export, on the CPU and in evaluation mode.
 
@@ -76,34 +71,6 @@ def load(
         net = build_net(ModelConfig.model_construct(**content["model"]))
     load_weights(net, weights)
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
-
-
-def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
-    """Load net and tokenizer of `from_run`, for a command that generates or scores text.
-
-    torch gets as many threads as this process may use cores, unless OMP_NUM_THREADS is set.
-
-    Args:
-        cfg: Configuration of the command. `from_run` must be given. `ckpt_path` is "best", "last"
-            or None, which stands for the best.
-
-    Returns:
-        The net on the CPU and in evaluation mode; its tokenizer, or None if the folder has none;
-        and the type of the device of `trainer.accelerator`, such as "cuda", to which the caller
-        moves the net.
-
-    Raises:
-        ConfigError: If this machine does not have the device, or if `from_run` is not trusted (exit
-            code 2), is damaged or does not fit its net (65), or is missing (66).
-        OSError: If a file cannot be read.
-        ModuleNotFoundError: If an optional package that a file needs is missing.
-    """
-    device = accelerator_of(cfg.trainer.accelerator)
-    set_threads(1)
-    source, which = cast(str, cfg.from_run), cfg.ckpt_path or "best"
-    with as_config_errors(cfg, "from_run", BAD_DATA):
-        net, tokenizer = cast(Any, load(source, which, trust=cfg.trust, with_tokenizer=True))
-    return net, tokenizer, device
 
 
 def build_target(node: Mapping[str, Any], key: str) -> Any:

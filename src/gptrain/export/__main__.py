@@ -61,8 +61,7 @@ def export(cfg: ExportRun) -> None:
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.config_errors import as_config_errors
-    from gptrain.assemble.load import build_net, find_tokenizer, load_weights
-    from gptrain.assemble.resume import find_trained
+    from gptrain.assemble.load import build_net, find_tokenizer, find_trained, load_weights
     from gptrain.export.files import write_companions, write_net
 
     folder = Path(cfg.run_dir)

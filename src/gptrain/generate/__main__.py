@@ -21,12 +21,12 @@ The tokenizer is read from the run's folder. After data=tokens, copy its tokeniz
 """
 
 import sys
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
-from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, LocalPath, Name
@@ -85,17 +85,24 @@ def generate(cfg: GenerateRun) -> None:
     If `interactive` is set, prompts are then read from stdin until its end.
 
     Raises:
-        ConfigError: If `from_run` has no tokenizer (exit code 66).
+        ConfigError: If this machine does not have the device (exit code 2), or if `from_run` is
+            not trusted (2), is damaged or does not fit its net (65), or has no tokenizer (66).
         DataError: If `prompt` has no token, or the chat template is invalid or refuses it. That of
             a prompt from stdin is printed.
-        Exception: The errors of `load_for_command`.
+        OSError: If a file cannot be read.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
-    from gptrain.assemble.load import load_for_command
+    from gptrain.assemble.config_errors import as_config_errors
+    from gptrain.assemble.load import load
+    from gptrain.runtime.devices import accelerator_of, set_threads
     from gptrain.text.sampling import Sampling
     from gptrain.text.writing import Writer
 
-    net, tokenizer, device = load_for_command(cfg)
+    device, which = accelerator_of(cfg.trainer.accelerator), cfg.ckpt_path or "best"
+    set_threads(1)  # this process may use all cores
+    with as_config_errors(cfg, "from_run", BAD_DATA):
+        loaded: Any = load(cfg.from_run, which, trust=cfg.trust, with_tokenizer=True)
+    net, tokenizer = loaded
     if tokenizer is None:
         message, hint = "has no tokenizer", "copy the tokenizer.json of its data into the folder"
         raise ConfigError.of("from_run", cfg.from_run, message, hint=hint, code=INPUT_NOT_FOUND)
