@@ -41,9 +41,8 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
     run_dir = Path(cfg.run_dir)
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
         tokenizer.save(run_dir)
-    named = (cfg.value_of("data.tokenizer"), cfg.init_from)
-    sources = [expand_home(source) for source in named if source]
-    folders = [source if source.is_dir() else source.parent for source in sources]
+    paths = [expand_home(path) for path in (cfg.value_of("data.tokenizer"), cfg.init_from) if path]
+    folders = [path if path.is_dir() else path.parent for path in paths]
     for folder in folders:
         if not _content(run_dir):
             copy_files(folder, run_dir, TOKENIZER)

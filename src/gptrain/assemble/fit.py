@@ -122,7 +122,7 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Finish
     unknown_error = f"error: exit code {code}"
     if "folder" not in report:
         lines = [line.removeprefix("error: ") for line in report.get("lines", [unknown_error])]
-        raise ConfigError([ConfigIssue("", None, line, code=code or BAD_CONFIG) for line in lines])
+        raise ConfigError([ConfigIssue("", None, line) for line in lines], code or BAD_CONFIG)
     run_dir = Path(report["folder"])
     if code == 0:
         return FinishedRun(run_dir, conf)

@@ -107,12 +107,10 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     Raises:
         ConfigError: If the class does not take the arguments, or refuses their values.
     """
-    options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
-    target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
-    if lr is not None:
-        options["lr"] = lr
+    options = cfg.optimizer.arguments | {"lr": peak_lr(cfg, batch)}
+    options = {key: value for key, value in options.items() if value is not None}
     with as_config_errors(cfg, "optimizer._target_"):
-        optimizer_class = get_method(target)
+        optimizer_class = get_method(cfg.optimizer.target)
         if make_groups := getattr(optimizer_class, "parameter_groups", None):
             net, named = module, dict(module.named_parameters())  # a net on the meta device
             if isinstance(module, LanguageModel):

@@ -11,7 +11,6 @@ import json
 import re
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
 DONE = 0
 BAD_CONFIG = 2
@@ -62,14 +61,12 @@ class ConfigIssue:
         value: Value of the key, of any type, shown by `show`. For a null, pass the string "null".
         message: Phrase that names the fault.
         hint: Text to type instead.
-        code: Exit code for this problem, see ConfigError.
     """
 
     key: str
     value: object
     message: str
     hint: str = ""
-    code: int = BAD_CONFIG
 
     def __str__(self) -> str:
         head = f"{self.key}={show(self.value)}" if self.value is not None else self.key
@@ -143,26 +140,27 @@ class ConfigError(RunError):
 
     Args:
         problems: All problems, at least one, in the order in which they were found.
+        code: Exit code.
 
     Attributes:
-        problems: The argument.
+        problems, code: The arguments.
         lines: Printed lines, each `error: <problem>`, without duplicates. `str` joins them.
-        code: Exit code: 2 if one of the problems has it, else that of the first problem.
     """
 
     cause = "config"
 
-    def __init__(self, problems: list[ConfigIssue]):
+    def __init__(self, problems: list[ConfigIssue], code: int = BAD_CONFIG):
         self.problems = problems
         self.lines = [*dict.fromkeys(f"error: {problem}" for problem in problems)]
         super().__init__("\n".join(self.lines))
-        codes = [problem.code for problem in problems]
-        self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
+        self.code = code
 
     @classmethod
-    def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:
-        """Return a ConfigError with one ConfigIssue. `more` may have its `hint` and `code`."""
-        return cls([ConfigIssue(key, value, message, **more)])
+    def of(
+        cls, key: str, value: object, message: str, hint: str = "", code: int = BAD_CONFIG
+    ) -> ConfigError:
+        """Return a ConfigError with one problem, see ConfigIssue."""
+        return cls([ConfigIssue(key, value, message, hint)], code)
 
 
 class DataError(RunError, ValueError):

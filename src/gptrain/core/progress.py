@@ -17,8 +17,7 @@ def progress_bar(what: str, n_bytes: int) -> tqdm:
         n_bytes: Number of bytes at the end.
     """
     tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore that a killed run leaks
-    is_first = os.environ.get("RANK", "0") == "0"
     return tqdm(
         desc=what, total=n_bytes, unit="B", unit_scale=True, delay=2, leave=False,
-        disable=None if is_first else True,
+        disable=None if os.environ.get("RANK", "0") == "0" else True,
     )  # fmt: skip
