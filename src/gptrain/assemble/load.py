@@ -65,7 +65,8 @@ def load(
         raise ValueError(f"which={which!r}: not known; allowed: best, last")
     source = expand_home(source)
     content, run_dir = _read_config(source, trust)
-    options = content.get("checkpoint", {"monitor": "val/loss", "mode": "min"})  # not of an export
+    # The config of an export has no group `checkpoint`.
+    options = content.get("checkpoint", {"monitor": "val/loss", "mode": "min"})
     weights = find_weights(source, which, options["monitor"], options["mode"])
     with torch.random.fork_rng(devices=[]):
         net = build_net(ModelConfig.model_construct(**content["model"]))
@@ -133,7 +134,8 @@ def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
     else:
         record, run_dir = None, source.parent
         content = load_file(source) if source.is_file() else {}
-    if not isinstance(content, dict) or "_target_" not in (content.get("model") or {}):
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or "_target_" not in model:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
     if record is None and not trust:
         message = f"{source}: not made by you on this machine; its config can run any code"

@@ -40,8 +40,8 @@ from gptrain.parallel.mesh import gather
 log = logging.getLogger(__name__)
 # Arguments of the net that are printed, if it has them
 _SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
-_TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
 _PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
+_TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
 
 
 @dataclass
