@@ -139,7 +139,7 @@ def _gpt2_config(net: Decoder) -> dict[str, Any]:
 
 def _llama_config(net: Decoder) -> dict[str, Any]:
     """Return the keys of LlamaConfig or Qwen3Config that determine what the net computes."""
-    rope = None
+    rope: dict[str, Any] | None = None
     if net.rope_scaling != 1:
         rope = {"rope_type": "llama3", "factor": net.rope_scaling}
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
