@@ -142,7 +142,7 @@ def _build_callbacks(
 
 
 def _build_checkpoints(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Any, timeline: Timeline
 ) -> Checkpoints:
     """Build the callback that saves checkpoints. The run folder must have been locked."""
     folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
