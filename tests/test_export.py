@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from gptrain.config.cli import run_command
 from gptrain.core import shell
 from gptrain.data import load_tokenizer
-from gptrain.export.__main__ import DEFAULTS, ExportRun, export
+from gptrain.export.__main__ import ExportRun, export
 from gptrain.generate import __main__ as command
 
 
@@ -25,7 +25,7 @@ def export_run(capfd, tmp_path):
         folder = tmp_path / name
         words = [shell.override("run_dir", folder), *overrides]
         capfd.readouterr()  # what other libraries have printed
-        code = run_command(export, words, ExportRun, DEFAULTS)
+        code = run_command(export, words, ExportRun)
         out, err = capfd.readouterr()
         return code, folder, out + err
 
@@ -75,7 +75,7 @@ def test_an_export_generates_the_same_text_as_its_run(
 
     def spoken(source: Path) -> str:
         words = [f"from_run={source}", "prompt='def é'", "n_tokens=12"]
-        code = run_command(command.generate, words, command.GenerateRun, command.DEFAULTS)
+        code = run_command(command.generate, words, command.GenerateRun)
         out, err = capfd.readouterr()
         assert code == 0, err
         return out

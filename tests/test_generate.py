@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 import gptrain
 from gptrain.config.cli import run_command
 from gptrain.data import Tokenizer, load_tokenizer, train_bpe
-from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, quote_text
+from gptrain.generate.__main__ import GenerateRun, generate, quote_text
 from gptrain.text.chat import CHATML, ChatFormat
 from gptrain.text.sampling import Sampling
 from gptrain.text.writing import Writer, decode_until
@@ -30,7 +30,7 @@ def write(capfd):
 
     def run(source: Path, *words: str) -> tuple[int, str, str]:
         argv = [quote_text(word) for word in (f"from_run={source}", "n_tokens=12", *words)]
-        code = run_command(generate, argv, GenerateRun, DEFAULTS)
+        code = run_command(generate, argv, GenerateRun)
         return code, *capfd.readouterr()
 
     return run

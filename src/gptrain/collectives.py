@@ -36,7 +36,7 @@ _N_TIMED = 5  # timed calls, after one that is not
 class _CollectivesRun(RunConfig):
     """Keys of the command: those of a run, and `max_bytes`, the size of the compared buffer."""
 
-    max_bytes: Annotated[int, between(2**16)]
+    max_bytes: Annotated[int, between(2**16)] = 2**24
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     The exit codes are those of all commands. Without `trainer.devices` there are two ranks.
     """
     sys.argv[1:] = ["trainer.devices=2", *sys.argv[1:]]
-    config.main(_start, _CollectivesRun, {"max_bytes": 2**24}, usage=__doc__)
+    config.main(_start, _CollectivesRun, usage=__doc__)
 
 
 def _start(cfg: _CollectivesRun) -> None:

@@ -107,13 +107,13 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
 
 def _check_heads(run: RunConfig, model: DecoderConfig) -> Iterator[ConfigIssue]:
     """Yield a problem if the width of a decoder cannot be divided into heads."""
-    n_heads, has_pairs = model.n_heads, isinstance(model, LlamaConfig)
-    if isinstance(model, LlamaConfig) and n_heads % model.n_kv_heads:
+    n_heads, d_head = model.n_heads, getattr(model, "d_head", None)
+    if n_heads % getattr(model, "n_kv_heads", 1):
         yield problem(run, "model.n_kv_heads", f"does not divide {n_heads} heads")
-    key = "model.d_head" if getattr(model, "d_head", None) else "model.d_model"
-    d_head = getattr(model, "d_head", None) or model.d_model / n_heads
-    if d_head % (2 if has_pairs else 1):
-        of_pairs = ", each of pairs of features" if has_pairs else ""  # RoPE rotates pairs
+    has_pairs = isinstance(model, LlamaConfig)  # RoPE rotates pairs of features
+    if (d_head or model.d_model / n_heads) % (2 if has_pairs else 1):
+        of_pairs = ", each of pairs of features" if has_pairs else ""
+        key = "model.d_head" if d_head else "model.d_model"
         yield problem(run, key, f"not divisible into {n_heads} heads{of_pairs}")
 
 
@@ -123,8 +123,7 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
     n_local = process.world_size // process.n_nodes
     if count_nodes(trainer.num_nodes) != process.n_nodes:
         message = f"ranks start on {process.n_nodes} node(s)"
-        hint = "" if process.is_rank else "torchrun --nnodes=... train.py on each node, or srun"
-        yield problem(run, "trainer.num_nodes", message, hint)
+        yield problem(run, "trainer.num_nodes", message, "torchrun --nnodes=..., or srun")
     if process.is_rank and count_devices(trainer.devices) not in (None, n_local):
         message = f"the launcher has started {n_local} ranks on each node"
         yield problem(run, "trainer.devices", message, f"trainer.devices={n_local}")

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints.status import write_status
@@ -46,14 +45,13 @@ Job = Callable[[Any], "float | None"]
 def main(
     job: Job,
     schema: type[RunConfig] = RunConfig,
-    defaults: Mapping[str, Any] | None = None,
     usage: str | None = None,
     conf: str | Path | None = None,
 ) -> NoReturn:
     """Run a job with the command line `sys.argv`, and exit with its exit code.
 
     Args:
-        job, schema, defaults, usage: Arguments of `run_command`.
+        job, schema, usage: Arguments of `run_command`.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
@@ -63,27 +61,23 @@ def main(
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory stays unused
     locations.enter(conf)
-    sys.exit(run_command(job, sys.argv[1:], schema, defaults, usage))
+    sys.exit(run_command(job, sys.argv[1:], schema, usage))
 
 
 def run_command(
-    job: Job,
-    argv: list[str],
-    schema: type[RunConfig] = RunConfig,
-    defaults: Mapping[str, Any] | None = None,
-    usage: str | None = None,
+    job: Job, argv: list[str], schema: type[RunConfig] = RunConfig, usage: str | None = None
 ) -> int:
     """Run a command line and return its exit code. Errors are printed and not raised.
 
-    The job runs once, or once per job of a sweep: then the code is the first that is not 0. Only
-    rank 0 prints errors and warnings.
+    The job runs once, or once per job of a sweep. Then the code is that of the first job that has
+    failed, or of the one that was asked to stop. Only rank 0 prints errors and warnings.
 
     Args:
         job: Function that gets the typed config. In a sweep it returns the value of `objective`,
             or None.
         argv: Words of the command line, without the name of the program.
-        schema: Type of the config. A command with additional keys passes a subclass of RunConfig.
-        defaults: Default values of the additional keys.
+        schema: Type of the config. A command with additional keys passes a subclass of RunConfig,
+            in which these keys have their defaults.
         usage: Text with which `--help` begins, usually the docstring of the command's file.
     """
     parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
@@ -101,11 +95,12 @@ def run_command(
             raise ConfigError.of("", None, f"{unknown[0]}: no such flag", hint="--help")
         is_expanded = CHECKED in os.environ or not schema.expands_run
         words = args.overrides if is_expanded else expand(args.overrides)
-        words = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *words]
+        added = schema.model_construct().model_dump()  # a key of every run has no default here
+        words = [*(shell.override(f"+{key}", value) for key, value in added.items()), *words]
         if args.help or args.cfg:
             show(parser, words, args.cfg)
         elif args.multirun:
-            return run_sweep(job, schema, words)
+            run_sweep(job, schema, words)
         else:
             run_once(job, schema, words)
         return errors.DONE
@@ -131,10 +126,6 @@ def run_once(job: Job, schema: type[RunConfig], words: list[str]) -> None:
     for key in ("callbacks", "job.chdir"):  # Hydra composes this job and does not run it
         if OmegaConf.select(cfg.hydra, key):
             raise ConfigError.of(f"hydra.{key}", None, "has an effect in a sweep (-m) only")
-    if schema is RunConfig and this_process().rank == 0:
-        if "held" not in cfg.hydra.job_logging.get("handlers", {}):  # a file is opened at once
-            Path(cfg.hydra.runtime.output_dir).mkdir(parents=True, exist_ok=True)
-        configure_log(cfg.hydra.job_logging, cfg.hydra.verbose)
     os.environ.update(cfg.hydra.job.env_set)
     job(run)
 
@@ -162,8 +153,8 @@ def report(error: BaseException, debug: bool) -> int:
 # Sweeps
 
 
-def run_sweep(job: Job, schema: type[RunConfig], words: list[str]) -> int:
-    """Run all jobs of a sweep, report them, and return the first exit code that is not 0."""
+def run_sweep(job: Job, schema: type[RunConfig], words: list[str]) -> None:
+    """Run all jobs of a sweep and report them. After a failure, raise a job's JobFailedError."""
     if this_process().is_rank:
         raise ConfigError.of("-m", None, "not in the ranks of a launcher")
     with open_hydra(words) as hydra:
@@ -174,17 +165,15 @@ def run_sweep(job: Job, schema: type[RunConfig], words: list[str]) -> int:
     keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
     words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
     words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
-    codes: list[int] = []
     try:
         with open_hydra(words) as hydra:
-            hydra.multirun("train", partial(run_job, job, schema, codes), words)
+            hydra.multirun("train", partial(run_job, job, schema), words)
     except JobFailedError as error:
-        if not codes:  # another process, that of submitit, has run the job
+        if error.__cause__ is None:  # it comes from the process of submitit that has run the job
             print(error, file=sys.stderr)
-        codes.append(error.code)
+        raise
     finally:
         report_sweep(Path(cfg.hydra.sweep.dir))
-    return next(filter(None, codes), errors.DONE)
 
 
 def first_value(item: Override) -> str:
@@ -198,11 +187,12 @@ def first_value(item: Override) -> str:
     return f"{item.get_key_element()}={value}"
 
 
-def run_job(job: Job, schema: type[RunConfig], codes: list[int], cfg: DictConfig) -> float | None:
-    """Run one job of a sweep and return its objective, or None after an error that was printed.
+def run_job(job: Job, schema: type[RunConfig], cfg: DictConfig) -> float | None:
+    """Run one job of a sweep and return its objective. A finished job is not run again.
 
-    Its exit code is appended to `codes`. A job that has finished earlier is not run again. Sweepers
-    and launchers other than the basic ones get a JobFailedError after a failure.
+    Raises:
+        JobFailedError: After an error, which was printed. Hydra raises it again after all jobs.
+        SystemExit: After a request to stop, which ends the sweep.
     """
     locations.enter()  # the job may run in a process on another machine
     node: Any = HydraConfig.get()
@@ -210,21 +200,15 @@ def run_job(job: Job, schema: type[RunConfig], codes: list[int], cfg: DictConfig
     print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
     try:
         if finished := find_finished(folder, typed):
-            value = finished.metrics.get(cfg.objective)
-        else:
-            value = job(check(cfg, schema))
-        codes.append(errors.DONE)
-        return value
+            return finished.metrics.get(cfg.objective)
+        return job(check(cfg, schema))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        codes.append(report(error, bool(cfg.debug)))
+        code = report(error, bool(cfg.debug))
         if isinstance(error, ConfigError) and not any(folder.iterdir()):
-            record_refusal(folder, typed, codes[-1], first_line(error))
-        if codes[-1] in errors.ENDS_SWEEP:  # after an Exception, Hydra would run the next job
-            raise SystemExit(next(filter(None, codes))) from error
-        kinds = [part["_target_"].rpartition(".")[2] for part in (node.sweeper, node.launcher)]
-        if kinds != ["BasicSweeper", "BasicLauncher"]:
-            raise JobFailedError(codes[-1], first_line(error)) from error
-        return None
+            record_refusal(folder, typed, code, first_line(error))
+        if code in errors.ENDS_SWEEP:  # after an Exception, Hydra would run the next job
+            raise SystemExit(code) from error
+        raise JobFailedError(code, first_line(error)) from error
 
 
 def find_finished(folder: Path, words: list[str]) -> runs.RunRecord | None:
@@ -232,15 +216,13 @@ def find_finished(folder: Path, words: list[str]) -> runs.RunRecord | None:
 
     The overrides of the run are `words`, the job's, except those that `from_run` leaves out.
     """
-    try:
-        run = runs.read_run(folder)
-    except runs.MALFORMED_FILE_ERRORS:
-        return None  # no run, or damaged files, which the job reports
-    before, now = ({w for w in each if not is_left_out(w)} for each in (run.overrides, words))
-    if not run.is_done or before != now:
-        return None
-    print(labels.line("done", f"{folder.name}: finished earlier, its result is reused"), flush=True)
-    return run
+    for run in runs.read_runs([folder]):  # the folder may be empty
+        before, now = ({w for w in each if not is_left_out(w)} for each in (run.overrides, words))
+        if run.is_done and before == now:
+            text = f"{folder.name}: finished earlier, its result is reused"
+            print(labels.line("done", text), flush=True)
+            return run
+    return None
 
 
 def record_refusal(folder: Path, words: list[str], code: int, message: str) -> None:

@@ -3,41 +3,34 @@
 import copy
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from yaml import YAMLError
 
-from gptrain.core import locations
-from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, ConfigIssue, first_line, show
+from gptrain.core import errors, locations
+from gptrain.core.errors import ConfigError, ConfigIssue, RunError, first_line, show
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import option
 from gptrain.core.small_files import flatten, read_facts
 from gptrain.runtime.process import run_stamp
 
-# Exceptions that Hydra raises for an override or a yaml file. It does not wrap all of them.
-REFUSALS = (
-    HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError,
-    KeyError,
-)  # fmt: skip
 SHORT_SEQ_LEN = 128  # default data.seq_len of a net that does not name its context length
 # Largest default data.seq_len: longer contexts are an extension of a trained net.
 LONG_SEQ_LEN = 8192
 UNKNOWN = "unknown key"
 AUTO, VOCAB = "auto", "model.vocab_size"
-Config = TypeVar("Config", bound=RunConfig)
 
 
 class LibraryChoices(SearchPathPlugin):
@@ -68,15 +61,12 @@ def default_seq_len(model: Any, shortest: int = 1) -> int:
 
 def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
     """Return part -> value of a key, or 1, in a mixture whose parts get `seq_len` if given."""
-    values = {}
-    for name, part in parts.items():
-        part = copy.copy(part)
+    parts = copy.deepcopy(parts)
+    for part in parts.values():
         if seq_len is not None and "seq_len" in part:
             part.seq_len = seq_len
-        node = part.get(key, 1)
-        is_node = OmegaConf.is_config(node)
-        values[name] = OmegaConf.to_container(node, resolve=True) if is_node else node
-    return values
+    values = OmegaConf.to_container(parts, resolve=True)
+    return {name: part.get(key, 1) for name, part in values.items()}
 
 
 RESOLVERS = (
@@ -89,7 +79,7 @@ RESOLVERS = (
 def open_hydra(words: Sequence[str] = ()) -> Generator[Any, None, None]:
     """Initialize Hydra with gptrain's resolvers and both conf/ folders, and yield its main object.
 
-    A refusal of Hydra in the block becomes a ConfigError, which names one of `words` if it can.
+    An error of Hydra in the block becomes a ConfigError, which names one of `words` if it can.
     After the block Hydra's earlier state is restored.
     """
     # The config keeps the first value of run_stamp, so that a job of a sweep that runs in another
@@ -102,7 +92,9 @@ def open_hydra(words: Sequence[str] = ()) -> Generator[Any, None, None]:
     with initialize_config_dir(conf, job_name="train", version_base="1.3"):
         try:
             yield GlobalHydra.instance().hydra
-        except REFUSALS as error:
+        except RunError:
+            raise
+        except Exception as error:  # Hydra does not wrap all errors of overrides and yaml files
             raise ConfigError([_explain(error, words)]) from error
 
 
@@ -118,7 +110,7 @@ def compose_words(words: Sequence[str], schema: type[RunConfig] = RunConfig) -> 
             try:
                 cfg = compose("train", accepted, return_hydra_config=True)
                 break
-            except REFUSALS as error:
+            except Exception as error:
                 problems.append(_explain(error, accepted))
                 left = [word for word in accepted if key_of(word) != problems[-1].key]
                 if left == accepted:  # the error names no word
@@ -162,8 +154,7 @@ def _did_you_mean(key: str, known: Iterable[str]) -> str:
     names = {*known, *(name.split(".")[0] for name in known)}
     leaf = key.rpartition(".")[2]  # the group of the key may be missing or wrong
     same_leaf = sorted((name for name in known if name.endswith(f".{leaf}")), key=len)
-    same_letters = [name for name in names if sorted(name) == sorted(key)]
-    near = same_letters or get_close_matches(key, names, 1, cutoff=0.75) or same_leaf
+    near = get_close_matches(key, names, 1, cutoff=0.75) or same_leaf
     return f", did you mean {near[0]}? (new keys need +)" if near else ""
 
 
@@ -176,40 +167,35 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     keys: list[Any] = [key for key in cfg if key != "hydra"]  # a key may be an integer
     cfg = OmegaConf.masked_copy(cfg, keys)
     try:
-        values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        if OmegaConf.select(cfg, VOCAB) == AUTO:
+            cfg.model.vocab_size = vocabulary_size(cfg)  # other keys may refer to it
+        return cast(Any, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or ""
         raise ConfigError.of(key, None, first_line(error)) from error
-    model = values.get("model")
-    if isinstance(model, dict) and model.get("vocab_size") == AUTO:
-        cfg.model.vocab_size = vocabulary_size(values)  # other keys may refer to it
-        return plain(cfg)
-    return values
 
 
-def vocabulary_size(values: dict[str, Any]) -> int:
+def vocabulary_size(cfg: DictConfig) -> int:
     """Return what `model.vocab_size=auto` stands for, rounded up to `model.vocab_multiple`.
 
-    It is that in the config.json of `model.path`, or that of the largest tokenizer in the data
-    group. A ConfigError if neither can be read.
+    It is that in the config.json of `model.path`, or else that of the largest tokenizer in the data
+    group. A ConfigError if there is none.
     """
-    model, size = values["model"], 0
-    if path := model.get("path"):
+    size = 0
+    if path := cfg.model.get("path"):
         facts = read_facts(locations.expand_home(path) / "config.json")
         # A model that also reads images has a config of its text.
         size = (facts.get("text_config") or facts).get("vocab_size")
-        if not isinstance(size, int):
-            message = "no config.json with a vocab_size"
-            raise ConfigError.of("model.path", path, message, code=INPUT_NOT_FOUND)
     else:
+        values = cast(Any, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
         for key, name in flatten(values.get("data"), "data").items():
             is_of_part = ".train." in key or ".val." in key
             if key.endswith(".tokenizer") and name and not is_of_part:
                 size = max(size, _count_tokens(key, name))
-    if not size:
-        message = "neither data.tokenizer nor model.path has a vocabulary"
+    if not isinstance(size, int) or size < 1:
+        message = "neither data.tokenizer nor the config.json of model.path has a vocabulary"
         raise ConfigError.of(VOCAB, AUTO, message, hint=f"{VOCAB}=50304")
-    multiple = model.get("vocab_multiple") or 1
+    multiple = cfg.model.get("vocab_multiple") or 1
     return -(-size // multiple) * multiple
 
 
@@ -223,37 +209,29 @@ def _count_tokens(key: str, name: str) -> int:
     try:
         return load_tokenizer(name).vocab_size
     except FileNotFoundError as error:
-        raise ConfigError.of(key, name, first_line(error), code=INPUT_NOT_FOUND) from error
+        raise ConfigError.of(key, name, first_line(error), code=errors.INPUT_NOT_FOUND) from error
 
 
-def typed(values: dict[str, Any], schema: type[Config]) -> Config:
-    """Return the typed config, or raise a ConfigError with all wrong values and keys."""
+def typed(values: dict[str, Any], schema: type[RunConfig]) -> RunConfig:
+    """Return the typed config, or raise a ConfigError with a problem for each wrong key."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(list(_find_problems(error, values))) from None
-
-
-def _find_problems(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigIssue]:
-    """Yield one problem for each key that pydantic refuses."""
+        refusals = error.errors(include_url=False)
     problems: dict[tuple[str, str | None], list[str]] = {}  # a union has a message per member
-    for details in error.errors(include_url=False):
+    for details in refusals:
         node: Any = values
-        keys, shown = [], None
+        keys = []
         for part in details["loc"]:  # the names of the members of a union are no keys
             if isinstance(node, dict) and part in node:
                 node = node[part]
                 keys.append(str(part))
-        if details["type"] == "missing":
-            keys.append(str(details["loc"][-1]))
-            message = "missing, but required"
-        else:
-            shown = show(node)
-            message = details["msg"].removeprefix("Value error, ")
-        key = ".".join(keys)
+        is_missing = details["type"] == "missing"
+        key = ".".join([*keys, details["loc"][-1]] if is_missing else keys)
+        message = details["msg"].removeprefix("Value error, ")
         if details["type"] == "extra_forbidden":
             message = f"{UNKNOWN}{_did_you_mean(key, flatten(values).keys() - {key})}"
         message = message.replace("Input should be", "must be")
-        problems.setdefault((key, shown), []).append(message)
-    for (key, shown), messages in problems.items():
-        yield ConfigIssue(key, shown, " or ".join(dict.fromkeys(messages)))
+        problems.setdefault((key, None if is_missing else show(node)), []).append(message)
+    texts = {place: " or ".join(dict.fromkeys(messages)) for place, messages in problems.items()}
+    raise ConfigError([ConfigIssue(key, shown, text) for (key, shown), text in texts.items()])

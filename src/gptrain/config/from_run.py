@@ -31,8 +31,8 @@ def expand(typed: list[str]) -> list[str]:
     values = {key_of(word): word.partition("=")[2] for word in typed}
     if values.get("from_run", "") in ("", "null"):
         return typed
-    (*_, word) = (word for word in typed if key_of(word) == "from_run")
-    folder = str(OverridesParser.create().parse_override(word).value())  # without quotes
+    word = OverridesParser.create().parse_override(f"from_run={values['from_run']}")
+    folder = str(word.value())  # without quotes
     saved = [word for word in read_overrides(folder, values) if not is_left_out(word)]
     kept = [word for word in saved if key_of(word) not in values]
     done = {f"~{key_of(word)}" for word in saved}  # removed an override of the run

@@ -33,16 +33,13 @@ class ExportRun(RunConfig):
     """Keys of the command `gptrain.export`: those of a run, and those that its usage lists."""
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
-    format: Literal["safetensors", "hf", "peft"]
-    dtype: Literal["fp32", "bf16"]
-
-
-DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
+    format: Literal["safetensors", "hf", "peft"] = "safetensors"
+    dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 def main() -> None:
     """Run the command `python -m gptrain.export` with the words in `sys.argv`, and exit."""
-    config.main(export, ExportRun, DEFAULTS, usage=__doc__)
+    config.main(export, ExportRun, usage=__doc__)
 
 
 def export(cfg: ExportRun) -> None:

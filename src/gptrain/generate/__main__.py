@@ -32,10 +32,6 @@ from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, LocalPath, Name
 
 _Prompt = Name | Annotated[list[Name], Field(min_length=1)] | None
-DEFAULTS = {
-    **dict.fromkeys(("chat", "prompt", "top_k", "top_p"), "null"),
-    **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "interactive": "false"},
-}
 
 
 class GenerateRun(RunConfig):
@@ -48,14 +44,14 @@ class GenerateRun(RunConfig):
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     ckpt_path: Literal["best", "last"] | None  # ty: ignore[incompatible-mutable-override]
-    prompt: Annotated[_Prompt, Field(description="a text or a list of texts")]
-    n_tokens: Count
-    temperature: NonNegativeFloat
-    top_k: Count | None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None
-    stop: Name | list[Name]
-    interactive: bool
-    chat: bool | None
+    prompt: Annotated[_Prompt, Field(description="a text or a list of texts")] = None
+    n_tokens: Count = 256
+    temperature: NonNegativeFloat = 0.7
+    top_k: Count | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stop: Name | list[Name] = Field([])
+    interactive: bool = False
+    chat: bool | None = None
 
 
 def main() -> None:
@@ -64,7 +60,7 @@ def main() -> None:
     The text of `prompt` and `stop` needs no quotes for Hydra.
     """
     sys.argv[1:] = [quote_text(word) for word in sys.argv[1:]]
-    config.main(generate, GenerateRun, DEFAULTS, usage=__doc__)
+    config.main(generate, GenerateRun, usage=__doc__)
 
 
 def quote_text(word: str) -> str:

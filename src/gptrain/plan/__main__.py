@@ -38,7 +38,6 @@ from gptrain.plan.doctor import doctor
 from gptrain.runs.table import align_columns, format_cell
 from gptrain.runtime.process import count_devices, count_nodes
 
-DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
 # Columns of the two tables: titles and keys of a row. A row includes `bytes_per_device`.
 _MEMORY = {part: part for part in _PARTS} | {"fits": "fits", "largest batch": "largest_batch_size"}
@@ -50,16 +49,16 @@ _STEP = {"GiB sent": "wire_bytes_per_step", "traffic s": "communication_s", "sec
 class _Hardware(Section):
     """Options of the group `hardware`. None stands for this machine, or the device's own link."""
 
-    name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
-    link: Literal[tuple(LINKS)] | None  # ty: ignore[invalid-type-form]
-    network: Literal[tuple(LINKS)]  # ty: ignore[invalid-type-form]
+    name: Literal[tuple(DEVICES)] | None = None  # ty: ignore[invalid-type-form]
+    link: Literal[tuple(LINKS)] | None = None  # ty: ignore[invalid-type-form]
+    network: Literal[tuple(LINKS)] = "infiniband_ndr"  # ty: ignore[invalid-type-form]
 
 
 class PlanRun(RunConfig):
     """Keys of the command `gptrain.plan`: those of a run, `hardware`, and the file `topology`."""
 
-    hardware: _Hardware
-    topology: str | None
+    hardware: _Hardware = _Hardware()
+    topology: str | None = None
 
 
 def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
@@ -118,7 +117,7 @@ def main() -> None:
     flags = {"--json", "--doctor"} & set(sys.argv)
     words = [re.sub("^hardware=", "hardware.name=", word) for word in sys.argv[1:]]
     sys.argv[1:] = words = [word for word in words if word not in flags]
-    config.main(lambda cfg: _plan(cfg, words, flags), PlanRun, DEFAULTS, usage=__doc__)
+    config.main(lambda cfg: _plan(cfg, words, flags), PlanRun, usage=__doc__)
 
 
 def _plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:

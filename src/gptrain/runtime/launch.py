@@ -2,7 +2,7 @@
 
 import ctypes
 import inspect
-import logging.handlers
+import logging
 import os
 import signal
 import socket
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log
 from omegaconf import OmegaConf
 from torch import distributed
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -37,7 +37,6 @@ from gptrain.runtime.process import CHECKED, is_restart, this_process
 from gptrain.runtime.signals import StopFlag, kill_workers
 from gptrain.runtime.watchdog import Guard
 
-log = logging.getLogger(__name__)
 SAVING_S = "3600"  # time for the ranks to save, from torch 2.12 on; torch 2.11 gives them 30 s
 IMPORTING_S = 600.0  # time to import torch from a network file system that all ranks read at once
 PEERS_REPORT_S = 1.0  # time in which a failed rank writes status.json
@@ -71,18 +70,14 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
         OSError: If the record of the run cannot be written into its folder.
     """
     with StopFlag() as stop:
-        if locations.REPORT_VARIABLE in os.environ and not this_process().is_rank:
-            end_with_parent()
+        is_of_fit = locations.REPORT_VARIABLE in os.environ and not this_process().is_rank
+        if is_of_fit and sys.platform == "linux":
+            # PR_SET_PDEATHSIG: the kernel sends SIGTERM when the process of `gptrain.fit` ends.
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
         devices = find_devices(cfg)
         if this_process().is_rank or devices.n_local == 1:
             return run_rank(train, cfg, find_checkpoint, stop)
         return launch(inspect.getfile(train), cfg, devices.n_local, stop)
-
-
-def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when that of `gptrain.fit` ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
 
 
 def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[str, float]:
@@ -124,12 +119,7 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     served = distributed.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        "127.0.0.1", port, is_master=True, multi_tenant=True, master_listen_fd=listener.detach()
     )
     config = LaunchConfig(
         min_nodes=1,
@@ -140,25 +130,24 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
         rdzv_endpoint=f"127.0.0.1:{port}",
         rdzv_configs={"rank": 0},
         max_restarts=0,
-        local_addr="127.0.0.1",
         signals_to_handle="SIGQUIT",  # StopFlag handles the others
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else torch would leave a folder behind
     )
     before = status.read_status(cfg.run_dir)
     rank, failed = 0, 0
     stop.error = lambda number: SignalException(f"got {number.name}", number)
     try:
-        with TemporaryDirectory() as logs:  # torch would leave its own behind
-            config.logs_specs = DefaultLogsSpecs(log_dir=logs)
-            if not stop:
-                elastic_launch(config, sys.executable)("-u", *command)
+        if not stop:
+            elastic_launch(config, sys.executable)("-u", *command)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        failed = errors.PREEMPTED if stop else failure.exitcode
+        failed = failure.exitcode
     except SignalException as error:
-        failed = errors.PREEMPTED if stop else 128 + error.sigval
+        failed = 128 + error.sigval
     finally:
         stop.error = None
         del served, os.environ[CHECKED]
+    failed = errors.PREEMPTED if stop else failed
     ended = status.read_status(cfg.run_dir)
     if failed < 0:
         reason = f"killed by signal {-failed}"
@@ -230,7 +219,8 @@ def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> R
     The path of the checkpoint, or None, is the `ckpt_path` of the returned config. A restarted
     training resumes from its newest checkpoint, whatever `ckpt_path` was typed.
     """
-    start_log()
+    hydra = HydraConfig.get()
+    configure_log(hydra.job_logging, hydra.verbose)  # a file of the log is opened under the lock
     if is_restart() and cfg.task == "fit" and resume_facts(cfg)["checkpoint"]:
         cfg = cfg.changed({"ckpt_path": "last"})
     checkpoint = find_checkpoint(cfg, lock)
@@ -255,17 +245,6 @@ def keep_config(cfg: RunConfig) -> None:
     for name, record in records.items():
         files.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
     sign_record(cfg.run_dir)
-
-
-def start_log() -> None:
-    """Write the buffered log records to the log file, and from now on each record at once.
-
-    The first record creates the file: only the holder of the run lock may call this function.
-    """
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.handlers.MemoryHandler):
-            handler.capacity = 0  # write each later record at once
-            handler.flush()
 
 
 def exit_rank(code: int) -> NoReturn:
@@ -298,8 +277,8 @@ def report_ending(
     if ending.code == errors.DONE or not (is_first or cfg.debug):
         return
     if ending.code == errors.PREEMPTED:
-        log.info(labels.line("stopped", ending.line))
-        log.info(labels.line("next", facts.get("resume")))
+        print(labels.line("stopped", ending.line))
+        print(labels.line("next", facts.get("resume")), flush=True)
     else:
         print(ending.trace + ending.line, file=sys.stderr, flush=True)
 

@@ -35,10 +35,6 @@ SIZES = {
     "loops=[bare,ours]",
 }
 LOOPS = ("tutorial", "bare", "ours")
-DEFAULTS = {
-    "size": "cpu", "rounds": 5, "steps": 2, "loops": f"[{','.join(LOOPS)}]",
-    "target_loss": "null", "configs": json.dumps(CONFIGS), "seeds": 3,
-}  # fmt: skip
 COMPARED = {
     "data.train._target_": "gptrain.data.DummyTextDataset",
     "optimizer._target_": "torch.optim.AdamW",
@@ -50,24 +46,24 @@ FIXED = ("trainer.limit_val_batches=0", "trainer.max_steps=100000000", "trainer.
 class BenchRun(RunConfig):
     """The keys of a run and the keys of this command."""
 
-    size: Literal[tuple(SIZES)]
-    rounds: Count  # number of turns of each loop
-    steps: Count  # number of steps in a turn
-    loops: list[Literal[LOOPS]]
-    target_loss: Literal["first"] | Positive | None
-    configs: Annotated[list[Name], Field(min_length=1)]
-    seeds: Count
+    size: Literal[tuple(SIZES)] = "cpu"
+    rounds: Count = 5  # number of turns of each loop
+    steps: Count = 2  # number of steps in a turn
+    loops: list[Literal[LOOPS]] = Field([*LOOPS])
+    target_loss: Literal["first"] | Positive | None = None
+    configs: Annotated[list[Name], Field(min_length=1)] = Field([*CONFIGS])
+    seeds: Count = 3
 
 
 def main() -> None:
     """Run the command line, with size=… replaced by its overrides in SIZES."""
     words = sys.argv[1:]
     sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
-    preset = SIZES.get(sizes[-1] if sizes else DEFAULTS["size"], "").split()
+    preset = SIZES.get(sizes[-1] if sizes else "cpu", "").split()
     if any(word.startswith("target_loss=") for word in words):
         preset = []  # the configs choose their model and batch
     sys.argv[1:] = ["name=bench", *preset, *words]  # the later of two words counts
-    config.main(bench, BenchRun, DEFAULTS, usage=package.__doc__)
+    config.main(bench, BenchRun, usage=package.__doc__)
 
 
 def bench(cfg: BenchRun) -> None:
@@ -114,7 +110,7 @@ def bench(cfg: BenchRun) -> None:
 
 def typed_words() -> list[str]:
     """Return the overrides except those of the bench's own keys and of its folder."""
-    own_keys = {*DEFAULTS, "name", "run_dir"}
+    own_keys = {*BenchRun.model_fields} - {*RunConfig.model_fields} | {"name", "run_dir"}
     words = HydraConfig.get().overrides.task
     return [word for word in words if word.partition("=")[0].lstrip("+") not in own_keys]
 
