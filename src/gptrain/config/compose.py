@@ -65,7 +65,7 @@ def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
     for part in parts.values():
         if seq_len is not None and "seq_len" in part:
             part.seq_len = seq_len
-    values = OmegaConf.to_container(parts, resolve=True)
+    values: Any = OmegaConf.to_container(parts, resolve=True)
     return {name: part.get(key, 1) for name, part in values.items()}
 
 
@@ -227,7 +227,7 @@ def typed(values: dict[str, Any], schema: type[RunConfig]) -> RunConfig:
                 node = node[part]
                 keys.append(str(part))
         is_missing = details["type"] == "missing"
-        key = ".".join([*keys, details["loc"][-1]] if is_missing else keys)
+        key = ".".join([*keys, str(details["loc"][-1])] if is_missing else keys)
         message = details["msg"].removeprefix("Value error, ")
         if details["type"] == "extra_forbidden":
             message = f"{UNKNOWN}{_did_you_mean(key, flatten(values).keys() - {key})}"

@@ -219,7 +219,7 @@ def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> R
     The path of the checkpoint, or None, is the `ckpt_path` of the returned config. A restarted
     training resumes from its newest checkpoint, whatever `ckpt_path` was typed.
     """
-    hydra = HydraConfig.get()
+    hydra = cast(Any, HydraConfig.get())
     configure_log(hydra.job_logging, hydra.verbose)  # a file of the log is opened under the lock
     if is_restart() and cfg.task == "fit" and resume_facts(cfg)["checkpoint"]:
         cfg = cfg.changed({"ckpt_path": "last"})
