@@ -151,8 +151,10 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)
-    if checkpoint is not None and cfg.task == "fit":
-        cfg, lengths = continue_run(cfg, lengths, train, read_manifest(checkpoint).config)
+    manifest = None if checkpoint is None else read_manifest(checkpoint)
+    guard.step = 0 if manifest is None else manifest.step
+    if manifest is not None and cfg.task == "fit":
+        cfg, lengths = continue_run(cfg, lengths, train, manifest.config)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
     if cfg.trainer.precision == "auto":
         cfg = cfg.changed({"trainer.precision": native_precision(devices)})

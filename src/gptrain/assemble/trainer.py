@@ -159,5 +159,5 @@ def _build_checkpoints(
         cfg.objective,
         mirror,
         timeline,
-        guard.beat,
+        guard,
     )

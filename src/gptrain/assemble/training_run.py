@@ -34,7 +34,7 @@ from gptrain.lit.loggers import STEP
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import peak_memory_bytes
-from gptrain.lit.user_data import has_loader
+from gptrain.lit.user_data import LOADERS
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class TrainingRun:
     def _has(self, task: str) -> bool:
         """Return whether the module has a step for a task, and the data a loader."""
         is_implemented = is_overridden(_TASK_STEPS[task], self.module)
-        return is_implemented and has_loader(self.datamodule, task)
+        return is_implemented and is_overridden(LOADERS[task], self.datamodule)
 
     def _start_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the label and the text of each line that is printed at the start."""

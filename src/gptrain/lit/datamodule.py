@@ -173,10 +173,9 @@ class TextDataModule(pl.LightningDataModule):
         lengths = [len(part) for part in parts.values() or [dataset]]
         self._eval_parts = list(parts)
         limit = self.limits.get(name.removeprefix("data."))
-        self._eval_batches = EvalBatches(
-            lengths, self.batch_size, self.rank, self.world_size, limit
-        )
-        return self._loader(dataset, name, self._eval_batches)
+        batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size, limit)
+        self._eval_batches = batches
+        return self._loader(dataset, name, batches)
 
     def _loader(self, dataset: Any, name: str, batches: Iterable[list[int]]) -> "Loader":
         """Return a loader of the batches whose sample indices a batch sampler yields."""
@@ -215,14 +214,15 @@ class Loader(DataLoader):
         read_ahead: Number of batches of a group.
         positions: Deque to which the position after each group is appended. The batches then come
             as pairs (batch, position). None for a dataset that is no stream.
-        step_targets: Number of targets of each group that was loaded in this epoch, None if
-            unknown. `GPTStrategy` removes the number of a training step when the step begins.
+        step_targets: Number of targets of each group that was loaded in this epoch, without those
+            of batches of another form. `GPTStrategy` removes the number of a training step when the
+            step begins.
     """
 
     waited_s = 0.0
     read_ahead = 1
     positions: deque[tuple[int, Any]] | None = None
-    step_targets: Sequence[int | None] = ()
+    step_targets: Sequence[int] = ()
 
     # DataLoader declares that this method returns its own iterator class.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
@@ -242,8 +242,7 @@ class Loader(DataLoader):
             if self.positions is not None:
                 step, positions = zip(*step, strict=True)
                 self.positions.append((self.positions[-1][0] + 1, positions[-1]))
-            targets = [find_targets(batch) for batch in step]
-            counts = [int((known != IGNORED).sum()) for known in targets if known is not None]
-            self.step_targets.append(sum(counts) if len(counts) == len(step) else None)
+            known = [targets for batch in step if (targets := find_targets(batch)) is not None]
+            self.step_targets.append(sum(int((targets != IGNORED).sum()) for targets in known))
             yield from step
             start_s = time.perf_counter()

@@ -16,7 +16,6 @@ from itertools import compress
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -123,11 +122,9 @@ class StepGuard:
         is_bad = ~norm.isfinite()
         is_spike = torch.zeros_like(is_bad)
         if self.on_spike != "none":
-            loss = strategy.step_mean.loss
-            dims = strategy.parallel.dims
+            loss, dims = strategy.step_mean.loss, strategy.parallel.dims
             if dims.data < dims.world_size:  # ranks that read the same samples average their loss
-                loss = loss / dims.world_size
-                dist.all_reduce(loss)
+                loss = strategy.reduce(loss.clone())
             is_spike = self.spikes.flag(loss, norm, step)
         is_refused = is_bad | is_spike if self.on_spike == "skip" else is_bad
         self._n_skipped = (self._n_skipped + 1) * is_refused

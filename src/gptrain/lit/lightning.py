@@ -109,25 +109,21 @@ def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -
     if step_in_epoch == 0 and step and repeats_validation:  # the epoch's end is still to come
         epoch = epoch - 1
         step_in_epoch = epoch_steps
-    is_within_epoch = step_in_epoch > 0
-    n_begun = 1 if is_within_epoch else 0  # epochs that are not complete
-    # A validation loop with a batch begun and none done starts with its first batch.
-    n_val_begun = 1 if repeats_validation else 0
-    names = ("ready", "started", "processed", "completed")
     state = trainer.fit_loop.state_dict()  # all counters of the new loop are 0
-    state["epoch_progress"] = _counters(epoch, epoch, names, ready=n_begun, started=n_begun)
+    state["epoch_progress"] = _counters(epoch, epoch, n_begun=1 if step_in_epoch else 0)
     # A resumed run goes through the end of Lightning's loop body again for a step after which a
     # validation is due, and that code counts the step for the loggers.
-    n_counted = step - 1 if is_within_epoch and repeats_validation else step
+    n_counted = step - 1 if step_in_epoch and repeats_validation else step
     state["epoch_loop.state_dict"] = {"_batches_that_stepped": n_counted}
     state["epoch_loop.batch_progress"] = {
-        **_counters(step * accumulate, step_in_epoch * accumulate, names),
+        **_counters(step * accumulate, step_in_epoch * accumulate),
         "is_last_batch": step_in_epoch == epoch_steps,
     }
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
-    optimizer["step"] = _counters(step, step_in_epoch, ("ready", "completed"))
+    optimizer["step"] = _counters(step, step_in_epoch)
+    # A validation loop with a batch begun and none done starts with its first batch.
     validation = state["epoch_loop.val_loop.batch_progress"]
-    validation |= _counters(0, 0, names, ready=n_val_begun, started=n_val_begun)
+    validation |= _counters(0, 0, n_begun=1 if repeats_validation else 0)
     return state
 
 
@@ -146,37 +142,25 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
     return trainer.enable_validation and (is_due or trainer.should_stop)
 
 
-def finish_step(trainer: pl.Trainer, step: int) -> None:
-    """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
+def resume_plateau_schedules(trainer: pl.Trainer) -> None:
+    """Let ReduceLROnPlateau schedules of a resumed run change as in a run that was never stopped.
 
-    A run that resumes from a step within an epoch, without a validation, would miss the update. In
-    all other cases nothing is done. `step` is the number of optimizer steps that are done.
+    Clears flags because of which Lightning would leave out their update at the end of an epoch. If
+    the run resumes within an epoch, and not from a validation, makes the update that Lightning
+    makes after the hooks that save a step.
     """
-    step_in_epoch = step % data_of(trainer).lengths.epoch_steps
-    if not step_in_epoch or is_validated(trainer, step):
-        return
-    index = step_in_epoch * trainer.accumulate_grad_batches
-    for scheduled in trainer.lr_scheduler_configs:
-        is_its_turn = scheduled.interval == "step" and index % scheduled.frequency == 0
-        value = trainer.callback_metrics.get(scheduled.monitor)
-        if scheduled.reduce_on_plateau and is_its_turn and value is not None:
-            # ReduceLROnPlateau.step takes the metric's value
-            scheduled.scheduler.step(value)  # ty: ignore[invalid-argument-type]
-
-
-def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict[str, Any]:
-    """Return the state of one of Lightning's counters. Names in `ahead` are so much higher."""
-    return {
-        "total": {name: total + ahead.get(name, 0) for name in names},
-        "current": {name: current + ahead.get(name, 0) for name in names},
-    }
-
-
-def clear_restarting_flags(trainer: pl.Trainer) -> None:
-    """Clear the flags of a resumed run, because of which it would leave out a ReduceLROnPlateau."""
     trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         trainer.fit_loop.epoch_loop.restarting = False
+    if not ends_epoch(trainer) and not is_validated(trainer, trainer.global_step):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+
+def _counters(total: int, current: int, n_begun: int = 0) -> dict[str, Any]:
+    """Return the state of one of Lightning's counters, of which `n_begun` are not complete."""
+    done = {"total": total, "current": current}
+    ahead = {"ready": n_begun, "started": n_begun, "processed": 0, "completed": 0}
+    return {kind: {name: n + more for name, more in ahead.items()} for kind, n in done.items()}
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:

@@ -21,10 +21,8 @@ _HIDDEN_WARNINGS = (
     "does not have many workers",  # gptrain's text data needs one read of a memory map per batch
     "You called `self.log('step'",  # gptrain logs `step` as the x axis of all loggers
     "but loading a checkpoint outside the 'fit' stage",  # a checkpoint's weights are the averages
-    "The `srun` command is available",  # RankEnvironment replaces Lightning's SLURM detection
     "GPU available but not used",  # trainer.accelerator=cpu was typed
     "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
-    "Please add the following callbacks",  # `allow_changes` has allowed it
 )
 _LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
 # Beginnings of the RuntimeErrors of Lightning that are about the configuration.

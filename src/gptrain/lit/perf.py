@@ -11,6 +11,7 @@ from torch import nn
 from gptrain.costs.net import train_flops_per_token
 from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.lit.measure import find_peak, wait_for
+from gptrain.lit.module import LanguageModel
 
 
 class Speed:
@@ -20,8 +21,7 @@ class Speed:
     data loader.
 
     Args:
-        trainer: Trainer that is fitting.
-        net: Net whose FLOPs are counted. None leaves out perf/mfu.
+        trainer: Trainer that is fitting. perf/mfu is left out unless its module is a LanguageModel.
 
     Attributes:
         peak: Peak FLOP/s of one device, and its text. None on ranks other than 0.
@@ -30,15 +30,16 @@ class Speed:
     peak: tuple[float, str] | None = None
     _token_flops = 0
 
-    def __init__(self, trainer: pl.Trainer, net: nn.Module | None):
+    def __init__(self, trainer: pl.Trainer):
         self._trainer = trainer
         self._lengths = data_of(trainer).lengths
         self._device = trainer.strategy.root_device
-        if net is not None:
+        if isinstance(trainer.lightning_module, LanguageModel):
+            net = strategy_of(trainer).full_net
             # A net without these attributes is counted without the FLOPs of its attention scores.
             d_head = getattr(net, "d_head", None)
             width = getattr(net, "n_heads", 0) * d_head if d_head else getattr(net, "d_model", 0)
-            n_weights = count_matrix_weights(strategy_of(trainer).full_net)
+            n_weights = count_matrix_weights(net)
             n_layers = getattr(net, "n_layers", 0)
             seq_len = self._lengths.sample_tokens
             self._token_flops = train_flops_per_token(n_weights, n_layers, width, seq_len)
@@ -56,7 +57,7 @@ class Speed:
         """Wait for the device, end the interval, begin a new one, and return the values by name.
 
         The names are `tokens` and those of perf/* in `TrainingMonitor`, which also has their units.
-        perf/mfu is left out on ranks other than 0 and without a net, and perf/gpu_mem_peak_gib on
+        perf/mfu is left out on ranks other than 0, and perf/gpu_mem_peak_gib on
         devices other than CUDA.
         """
         begin = self._begin

@@ -6,9 +6,8 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.core.lengths import RunLengths
@@ -49,22 +48,22 @@ class UserData(Dataset):
 
     def __init__(self, module: pl.LightningDataModule, loader: Any, key: str, world_size: int):
         self.module = module
-        self._world_size = world_size
         self._loader = loader
         if not isinstance(loader, DataLoader):
             message = f"its loader is a {type(loader).__name__}; needed: a DataLoader"
             hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
             raise ConfigError.of(key, type(module).__name__, message, hint=hint)
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self._epoch_batches = _count_batches(loader, size or 1, world_size)
+        n_batches = _count_batches(loader, size or 1, world_size)
         if size is None:
             leaves = tree_leaves(self._first_batch())
             size = next((len(leaf) for leaf in leaves if getattr(leaf, "ndim", 0)), 1)
         self.batch_size = size
+        self._n_samples = n_batches * size * world_size
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch on all ranks. Each batch counts as full."""
-        return self._epoch_batches * self.batch_size * self._world_size
+        return self._n_samples
 
     def __getitem__(self, index: int) -> Any:
         """Return the first sample of the first batch, whatever the index."""
@@ -88,10 +87,8 @@ class UserData(Dataset):
 
         `n_samples` is ignored.
         """
-        return (
-            f"{type(self.module).__name__} · not exact: a resume within an epoch starts its order "
-            "again, and several ranks may evaluate a sample twice"
-        )
+        effect = "a resume within an epoch starts its order again, ranks may evaluate samples twice"
+        return f"{type(self.module).__name__} · not exact: {effect}"
 
     def start(self, lengths: RunLengths) -> None:
         """Store the lengths of the run, and make this object known to gptrain's callbacks.
@@ -119,10 +116,5 @@ def _count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
         return n_batches
     # Lightning gives all ranks equally many samples: it repeats the first ones.
     n_samples = -(-len(cast(Sized, loader.sampler)) // world_size)
-    is_cut = getattr(loader.batch_sampler, "drop_last", False)
-    return n_samples // batch_size if is_cut else -(-n_samples // batch_size)
-
-
-def has_loader(datamodule: pl.LightningDataModule, task: str) -> bool:
-    """Return whether a data module has a loader for a task: fit, validate or test."""
-    return is_overridden(LOADERS[task], datamodule)
+    drop_last = getattr(loader.batch_sampler, "drop_last", False)
+    return len(BatchSampler(range(n_samples), batch_size, drop_last))

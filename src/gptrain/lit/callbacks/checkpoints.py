@@ -1,29 +1,28 @@
 """Checkpoints, the callback that saves a run so that it can resume bit for bit from every save."""
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.tensors import Tensors
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.schema import CheckpointConfig
 from gptrain.lit.callbacks import resume
-from gptrain.lit.lightning import (
-    ends_epoch,
-    ends_step,
-    is_validated,
-    loop_state_after,
-    strategy_of,
-)
-from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, wait_for_rank_0
+from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.lightning import ends_epoch, ends_step, is_validated, loop_state_after, strategy_of
+from gptrain.parallel.mesh import LONG_PHASE_S, wait_for_rank_0
+from gptrain.runtime.watchdog import Guard
 
 # Number of parameters. A smaller net is saved in less than 0.2 s, and before the next step.
 _BACKGROUND_PARAMETERS = 1 << 22
@@ -40,7 +39,8 @@ class Checkpoints(Checkpoint):
     epoch's end.
 
     Lightning calls this callback after all other callbacks, so that a save after a step contains
-    their state after this step.
+    their state after this step. After each step the ranks vote on saving and on stopping, so that
+    all of them do it at the same step.
 
     Attributes:
         store: Checkpoints of the run.
@@ -52,11 +52,7 @@ class Checkpoints(Checkpoint):
         objective: Logged name by which a sweep compares its jobs.
         mirror: Mirror that copies each checkpoint while training continues, or None.
         timeline: Record of the phases of this start of the run, such as its saves.
-        beat: Function that sends a heartbeat to the watchdog of this rank (`Guard.beat`).
-        stopping: True if the ranks have agreed to end the run. `TrainingMonitor` sets this
-            attribute and the next two.
-        time_is_up: True if the ranks have agreed to save because `every_minutes` have passed.
-        is_written: True if all ranks have written their files of a save in the background.
+        guard: Watchdog of this rank. It has the flag that a stop signal sets.
         saved_step: Newest step that was saved, or that the run has resumed from. 0 before.
     """
 
@@ -67,14 +63,15 @@ class Checkpoints(Checkpoint):
     objective: str
     mirror: Mirror | None
     timeline: Timeline
-    beat: Callable[..., None]
-    stopping: bool = False
-    time_is_up: bool = False
-    is_written: bool = False
+    guard: Guard
     saved_step: int = 0
 
     def __post_init__(self) -> None:
         self.store.on_commit = self._prune
+        self._votes = Vote(3)  # on the next three attributes
+        self._stopping = False  # end the run when its step is saved
+        self._time_is_up = False  # save, because `every_minutes` have passed
+        self._is_written = False  # all ranks have written their files of a save in the background
         # Config key -> name that the first validation must log. Empty after the first validation.
         self._expected = {"checkpoint.monitor": self.options.monitor, "objective": self.objective}
         self._loaded: dict[str, Any] | None = None  # resume.STATE of the checkpoint to resume from
@@ -93,18 +90,21 @@ class Checkpoints(Checkpoint):
         # Keep only these entries, so that the tensors of the checkpoint can be freed.
         self._loaded = {key: checkpoint[key] for key in resume.STATE}
         step = self.saved_step = checkpoint["global_step"]
-        path = Path(str(trainer.ckpt_path))
-        metrics = from_rank_0(read_manifest(path).metrics if trainer.is_global_zero else {})
-        self._only_validates = (
-            step == trainer.max_steps and trainer.enable_validation and not metrics
-        )
-        if step == trainer.max_steps:
+        metrics = read_manifest(Path(str(trainer.ckpt_path))).metrics
+        is_last = step == trainer.max_steps
+        self._only_validates = is_last and trainer.enable_validation and not metrics
+        if is_last:
             self._loaded["logged"] |= metrics
         repeats_validation = is_validated(trainer, step) or self._only_validates
         checkpoint["loops"] = {"fit_loop": loop_state_after(trainer, step, repeats_validation)}
         if self._only_validates:
             # Lightning's loop would end without the validation, because no step is left.
             trainer.fit_loop.epoch_loop.max_steps = -1
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the logged values of the checkpoint, also if no step is left to train."""
+        for name, value in self._loaded["logged"].items() if self._loaded else ():
+            trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore what Lightning does not, if the run resumes (`resume.resume_run`).
@@ -120,41 +120,27 @@ class Checkpoints(Checkpoint):
             self.store.set_aside_after(trainer.global_step)
         self._interval_start_s = monotonic()
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Add what an exact resume needs (`resume.add_state`) to a checkpoint of this callback.
-
-        All ranks must call it. A file that Lightning saves for another callback is left as it is.
-        """
-        if strategy_of(trainer).save_to_store is not None:
-            resume.add_state(trainer, checkpoint)
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Finish a save that all ranks have written, and save the step if it is due.
+        """Vote, finish a save that all ranks have written, and save the step if it is due.
 
         A step before a validation or the end of an epoch is saved by a later hook.
         """
         if not ends_step(trainer, batch_idx):
             return
+        self._vote(trainer)
         # A vote that began before the newest save is known up to two steps later.
-        if self.is_written and trainer.global_step > self.saved_step + 1:
+        if self._is_written and trainer.global_step > self.saved_step + 1:
             self.finish(trainer)
-        if ends_epoch(trainer):
-            return
-        if self._is_due(trainer) and not is_validated(trainer, trainer.global_step):
-            self.save(trainer)
+        if not ends_epoch(trainer) and not is_validated(trainer, trainer.global_step):
+            self.save_if_due(trainer)
 
-    def before_epoch(self, trainer: Trainer) -> None:
-        """Save the last step of the epoch before, if it is due and was not saved. Collective.
-
-        `TrainingMonitor` calls it before `on_train_epoch_start` of any other callback. Raises the
-        errors of `save`.
-        """
-        if self._is_due(trainer):
-            self.save(trainer)
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Vote during a validation of a fit, and end the run if the ranks have agreed to stop."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._vote(trainer)
+            self.leave_if_saved(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the logged values, without perf/*, into the manifest of the step's checkpoint.
@@ -165,25 +151,20 @@ class Checkpoints(Checkpoint):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         trainer.should_stop |= self._only_validates
-        if not trainer.is_global_zero:
-            return
-        metrics = resume.reproducible_metrics(trainer)
-        resume.warn_about_missing(self._expected, metrics)
-        self._expected = {}
-        self.store.set_metrics(trainer.global_step, metrics)
+        if trainer.is_global_zero:
+            metrics = resume.reproducible_metrics(trainer)
+            resume.warn_about_missing(self._expected, metrics)
+            self._expected = {}
+            self.store.set_metrics(trainer.global_step, metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step if it is not saved yet, and finish a background save. Collective."""
+        self._votes.close()
         self.save(trainer)
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait until the mirror, if any, is up to date. Collective.
-
-        If no step was left to train, restore the saved metrics first.
-        """
-        if self._loaded is not None:
-            resume.restore_logged(trainer, self._loaded)
+        """Wait until the mirror, if any, is up to date. Collective."""
         self.wait_for_mirror(trainer)
 
     def save(self, trainer: Trainer) -> None:
@@ -199,26 +180,23 @@ class Checkpoints(Checkpoint):
             RefusedStepError, DataError: Those of `StepGuard.read`, if the last step ends the run.
                 Nothing is saved then.
         """
-        step, strategy = trainer.global_step, strategy_of(trainer)
-        self.time_is_up = False
+        step = trainer.global_step
+        self._time_is_up = False
         self._interval_start_s = monotonic()
         if step == self.saved_step:
             return
         self.saved_step = step
-        self.beat(phase="save", allow_s=LONG_PHASE_S)
-        is_large = sum(p.numel() for p in strategy.full_net.parameters()) >= _BACKGROUND_PARAMETERS
-        is_last = self.stopping or step == trainer.max_steps
+        self.guard.beat(phase="save", allow_s=LONG_PHASE_S)
+        n_parameters = sum(p.numel() for p in strategy_of(trainer).full_net.parameters())
+        is_last = self._stopping or step == trainer.max_steps
+        waits = is_last or n_parameters < _BACKGROUND_PARAMETERS or not self.options.background
+
+        def write(tensors: Mapping[str, Tensors], rest: dict[str, Any]) -> None:
+            resume.add_state(trainer, rest)
+            self.store.save(step, tensors, rest, config=self.identity, in_background=not waits)
+
         with self.timeline.during("saves", step):
-            strategy.save_to_store = partial(
-                self.store.save,
-                step,
-                config=self.identity,
-                in_background=self.options.background and is_large and not is_last,
-            )
-            try:
-                trainer.save_checkpoint(self.store.folder, weights_only=False)
-            finally:  # after an error OnExceptionCheckpoint may write a file of its own
-                strategy.save_to_store = None
+            trainer.save_checkpoint(self.store.folder, weights_only=False, storage_options=write)
 
     def ranking(self) -> list[Path]:
         """Return the folders of the checkpoints that have the monitored metric, the best first.
@@ -235,28 +213,43 @@ class Checkpoints(Checkpoint):
         if self.store.unfinished is None:
             return
         with self.timeline.during("saves", trainer.global_step):
-            self.beat(phase="save", allow_s=LONG_PHASE_S)
+            self.guard.beat(phase="save", allow_s=LONG_PHASE_S)
             self.store.finish()
 
-    def votes_to_save(self, trainer: Trainer) -> bool:
-        """Return whether this rank asks for a save because `checkpoint.every_minutes` have passed.
+    def save_if_due(self, trainer: Trainer) -> None:
+        """Save the current step if it is due also without a validation. Collective.
 
-        The time is counted on rank 0, from the start of training, the last save or the last True.
-        The result is False on all other ranks, without `every_minutes`, and outside of training.
+        `TrainingMonitor` calls it for the last step of the epoch before, ahead of
+        `on_train_epoch_start` of any other callback. Raises the errors of `save`.
         """
-        every = self.options.every_minutes
-        if every is None or not trainer.is_global_zero or not trainer.training:
-            return False
-        is_over = monotonic() - self._interval_start_s >= 60 * every
-        if is_over:
-            self._interval_start_s = monotonic()
-        return is_over
-
-    def _is_due(self, trainer: Trainer) -> bool:
-        """Return on all ranks whether a step is saved even if no validation follows it."""
         every_n_steps = self.options.every_n_steps
         is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
-        return is_interval_over or self.time_is_up or self.stopping or trainer.should_stop
+        if is_interval_over or self._time_is_up or self._stopping or trainer.should_stop:
+            self.save(trainer)
+
+    def leave_if_saved(self, trainer: Trainer) -> None:
+        """Raise a PreemptedError if the ranks have agreed to stop and the step is saved.
+
+        All ranks must call it. A run whose last step is done ends as usual.
+        """
+        step = trainer.global_step
+        if self._stopping and step == self.saved_step and step != trainer.max_steps:
+            self.finish(trainer)
+            self.wait_for_mirror(trainer)
+            raise PreemptedError(step)
+
+    def _vote(self, trainer: Trainer) -> None:
+        """Vote on stopping and on saving, and apply the results of the previous vote."""
+        every_s = 60 * (self.options.every_minutes or math.inf)
+        is_over = trainer.is_global_zero and monotonic() - self._interval_start_s >= every_s
+        if is_over:
+            self._interval_start_s = monotonic()
+        save = self.store.unfinished
+        is_writing = save is not None and not save.written.done()
+        stops, saves, is_writing = self._votes.ask(bool(self.guard.stop), is_over, is_writing)
+        self._stopping |= stops
+        self._time_is_up |= saves
+        self._is_written = not is_writing
 
     def _prune(self) -> None:
         """Remove all checkpoints except the newest ones and the best one, also from the mirror."""
@@ -272,7 +265,7 @@ class Checkpoints(Checkpoint):
         """
         if (mirror := self.mirror) is None:
             return
-        self.beat(phase="mirror", allow_s=LONG_PHASE_S)
+        self.guard.beat(phase="mirror", allow_s=LONG_PHASE_S)
         with self.timeline.during("saves", trainer.global_step):
             # The update also copies what an earlier, killed start did not copy.
             rank = trainer.global_rank

@@ -8,11 +8,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger
@@ -46,8 +44,8 @@ class TrainingMonitor(Callback):
     without `perf/` promises the same value after an exact resume.
 
     A run that was asked to stop during training saves its step and ends on all ranks at the same
-    step, which the ranks choose by a vote, with a PreemptedError. Before the first step and in
-    task=validate or task=test the rank that received the signal ends at once.
+    step, which the ranks choose by a vote, with a PreemptedError. Before the first step, without
+    checkpoints and in task=validate or task=test the rank that received the signal ends at once.
 
     Attributes:
         every_n_steps: Optimizer steps between two logged steps.
@@ -74,9 +72,7 @@ class TrainingMonitor(Callback):
 
     def __post_init__(self) -> None:
         self.first_step: int | None = None
-        self._votes = Vote()
         self._lr = 0.0  # learning rate of the last step, of the first parameter group
-        self._stopping = False  # the ranks have agreed to stop
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -112,25 +108,20 @@ class TrainingMonitor(Callback):
         for logger in trainer.loggers:
             if discard := getattr(logger, "discard_after", None):
                 discard(self.first_step)
-        net = pl_module.net if isinstance(pl_module, LanguageModel) else None
-        self.speed = Speed(trainer, net)
+        self.speed = Speed(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step of the epoch before if it is due, and end the run if asked to.
-
-        Raises a PreemptedError if the ranks have agreed to stop and the step is saved.
-        """
+        """Save the last step of the epoch before, if it is due."""
         if self.checkpoints is not None:
-            self.checkpoints.before_epoch(trainer)
-        self._stop_if_agreed(trainer)
+            self.checkpoints.save_if_due(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """End the run, if the ranks have agreed to stop and the step is saved.
-
-        Raises a PreemptedError in this case, as the hooks of epoch and validation do.
-        """
+        """End the run by a PreemptedError, if it was asked to stop and the step is saved."""
         cast(Any, trainer).log_every_n_steps = self.every_n_steps
-        self._stop_if_agreed(trainer)
+        if self.checkpoints is None:
+            self.guard.leave_if_asked()
+        else:
+            self.checkpoints.leave_if_saved(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
             self._is_paused = False
@@ -153,7 +144,7 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Send a heartbeat. After the last micro-batch of a step log the step, if it is due.
 
-        Before that, all ranks synchronize buffers and vote on stopping and saving.
+        Before that, all ranks synchronize buffers.
         """
         step = trainer.global_step
         self.guard.beat(step, "train")
@@ -166,7 +157,6 @@ class TrainingMonitor(Callback):
         strategy.synchronize_buffers()
         if step - 1 == self.first_step:
             self.timeline.enter("steps", step)
-        self._vote(trainer)
         if step == data_of(trainer).lengths.n_steps:
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
@@ -179,16 +169,15 @@ class TrainingMonitor(Callback):
         pl_module.log(STEP, float(trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise the errors of `StepGuard.read` for the last step, and end the pending vote."""
+        """Raise the errors of `StepGuard.read` for the last step."""
         self.guard.beat(phase="end")
         self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
-        self._votes.close()
 
     # Evaluations
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the step before its validation, and end the run if the ranks have agreed to stop.
+        """Save the step before its validation, and end the run if it was asked to stop.
 
         In a sanity check and outside of a fit it only sends a heartbeat.
         """
@@ -197,18 +186,15 @@ class TrainingMonitor(Callback):
             if self.checkpoints is not None:
                 # Before the other callbacks, which may replace the weights for the validation
                 self.checkpoints.save(trainer)
-            self._stop_if_agreed(trainer)
+                self.checkpoints.leave_if_saved(trainer)
             self.timeline.enter("validation", trainer.global_step)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Send a heartbeat, and end the run by a PreemptedError if it was asked to stop."""
+        """Send a heartbeat, and end a run that saves nothing if it was asked to stop."""
         self.guard.beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
-        if trainer.state.fn != "fit":
+        if self.checkpoints is None or trainer.state.fn != "fit":
             self.guard.leave_if_asked()
-        elif not trainer.sanity_checking:
-            self._vote(trainer)
-            self._stop_if_agreed(trainer)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -219,7 +205,7 @@ class TrainingMonitor(Callback):
         """
         values = {}
         if isinstance(pl_module, LanguageModel):
-            # Log here and not in the module's own hook, which a subclass may override.
+            # Log here and not in a hook of the module, which a subclass may override.
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
         # Log in the sanity check too: a value that cannot be logged then fails before training.
         step = trainer.global_step or self.guard.step  # in task=validate that of the checkpoint
@@ -247,12 +233,6 @@ class TrainingMonitor(Callback):
         self.step_guard.read()
         checkpoint["model"] = self.model_config
         self._is_paused = True
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Send a heartbeat with the step of the checkpoint."""
-        self.guard.beat(checkpoint["global_step"], allow_s=self.guard.allow_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `step_guard`, for a checkpoint."""
@@ -288,30 +268,3 @@ class TrainingMonitor(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, JsonLinesLogger):
                 logger.log_metrics(values, trainer.global_step)
-
-    def _vote(self, trainer: Trainer) -> None:
-        """Vote on stopping and on saving, and apply the results of the previous vote."""
-        checkpoints = self.checkpoints
-        wants_save = checkpoints is not None and checkpoints.votes_to_save(trainer)
-        save = None if checkpoints is None else checkpoints.store.unfinished
-        is_writing = save is None or not save.written.done()
-        votes = self._votes.ask(bool(self.guard.stop), wants_save, is_writing)
-        stops, saves, is_writing = votes or (False, False, True)
-        self._stopping |= stops
-        if checkpoints is not None:
-            checkpoints.stopping |= stops
-            checkpoints.time_is_up |= saves
-            checkpoints.is_written = not is_writing
-
-    def _stop_if_agreed(self, trainer: Trainer) -> None:
-        """End the run, if the ranks have agreed to stop and the step is saved."""
-        if not self._stopping:
-            return
-        if self.checkpoints is None:
-            raise PreemptedError
-        step = trainer.global_step
-        if self.checkpoints.saved_step == step:
-            self.checkpoints.finish(trainer)
-            if step != trainer.max_steps:
-                self.checkpoints.wait_for_mirror(trainer)
-                raise PreemptedError(step)

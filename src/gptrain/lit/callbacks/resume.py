@@ -12,17 +12,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.core.errors import ConfigIssue
 from gptrain.core.labels import count_text
-from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_of
+from gptrain.lit.lightning import resume_plateau_schedules, strategy_of
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("global_step", "rng", "logged", "frozen")  # checkpoint keys of resume_run
+STATE = ("rng", "logged", "frozen")  # keys of add_state
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys of STATE except `global_step`: `rng` (state of the random generators of each
+    Adds the keys of STATE: `rng` (state of the random generators of each
     rank), `logged` (result of `reproducible_metrics`) and `frozen` (names of the parameters that
     are not trained). All ranks must call this function.
     """
@@ -54,20 +54,11 @@ def warn_about_missing(expected: Mapping[str, str], metrics: Mapping[str, float]
             log.warning("warning: %s", ConfigIssue(key, name, message))
 
 
-def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Put the logged metrics of a checkpoint into `trainer.callback_metrics`.
-
-    `state` has the entry `logged` of `add_state`.
-    """
-    logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
-    trainer.callback_metrics.update(logged)
-
-
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
     """Restore what Lightning does not restore itself, before the first step of a resumed run.
 
-    Restores logged metrics, frozen parameters, schedules and random generators, gives the optimizer
-    the current values of changed options, and logs changes. All ranks must call it.
+    Restores frozen parameters, schedules and random generators, gives the optimizer the current
+    values of changed options, and logs changes. All ranks must call it.
 
     Args:
         trainer: Trainer that has loaded the checkpoint.
@@ -75,13 +66,11 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
         changed: Names of the optimizer options, such as `lr`, that take their value from the
             current config.
     """
-    clear_restarting_flags(trainer)
-    restore_logged(trainer, state)
     for name, parameter in strategy_of(trainer).saved_parameters().items():
         parameter.requires_grad_(name not in state["frozen"])  # a callback may have frozen it
-    finish_step(trainer, state["global_step"])
+    resume_plateau_schedules(trainer)
     _apply_changes(trainer, changed)
-    _follow_schedule(trainer, changed)
+    _follow_schedule(trainer)
     rng = state["rng"]
     if len(rng) == trainer.world_size:
         restore(rng[trainer.global_rank])
@@ -112,12 +101,12 @@ def _apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
         log.warning("%s", message)
 
 
-def _follow_schedule(trainer: Trainer, changed: frozenset[str]) -> None:
+def _follow_schedule(trainer: Trainer) -> None:
     """Compute the learning rates of the next step from the schedule of the current config."""
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler
         groups = scheduler.optimizer.param_groups
-        if "lr" in changed and hasattr(scheduler, "base_lrs"):
+        if hasattr(scheduler, "base_lrs"):  # changed options, or fewer groups than were saved
             scheduler.base_lrs = [group["initial_lr"] for group in groups]
         if not isinstance(scheduler, LambdaLR):
             continue

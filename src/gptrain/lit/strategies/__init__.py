@@ -55,22 +55,19 @@ def build_strategy(
         IncompatibleModelError: If the strategy would train another function than the plain net
             computes, or if a block that recomputes has running averages.
     """
-    with torch.random.fork_rng(devices=[]):
-        full_net = build_on_meta_device(make_net)
+    rng_state = rng.capture()
+    full_net = build_on_meta_device(make_net)
     parallel_class = Pipeline if isinstance(options, PipelineOptions) else Parallel
     parallel = parallel_class(options, dims, device, precision)
     parallel.may_skip_parameters = not is_of_library(full_net)
     recomputes = activation_checkpointing != "none"
     changes = parallel.is_partitioned or parallel.uses_hidden(full_net) or recomputes
     if sample is not None and changes and parallel.may_skip_parameters:  # a net of the user
-        rng_state = rng.capture()
-        try:
-            Comparison(full_net, make_net, parallel, activation_checkpointing).check(sample)
-        finally:
-            rng.restore(rng_state)
+        Comparison(full_net, make_net, parallel, activation_checkpointing).check(sample)
+    rng.restore(rng_state)
     modes = {"activation_checkpointing": activation_checkpointing, "compile": compile}
     net = make_net_on(parallel.weights_device, make_net, partial(parallel.partition, **modes))
-    strategy = ManyRanks(parallel) if parallel.axes else OneDevice(parallel)
+    strategy = ManyRanks(parallel) if parallel.axes else OneDevice(parallel, device)
     allocate(full_net, "meta")  # keeps tied parameters tied, unlike .to()
     strategy.full_net = full_net
     return net, strategy

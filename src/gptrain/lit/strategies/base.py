@@ -5,13 +5,10 @@ nothing of how a net is split: Lightning's own loop tells one device from severa
 allows nothing but the first on an Apple GPU.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,7 +21,6 @@ from torchmetrics import Metric
 from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.loss import sum_dtype
-from gptrain.parallel.base import Parallel
 from gptrain.parallel.data_parallel import wrap_in_ddp
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.step_mean import StepMean
@@ -48,16 +44,13 @@ class GPTStrategy(SavingStrategy):
     decide_step: Callable[[Optimizer], object] = staticmethod(bool)  # decides nothing
     grad_norm: Tensor | None = None
     step_mean: StepMean
-    _saved_buffers: Sequence[str] = ()  # names in the module
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the module's optimizer and schedules, and prepare what the steps need."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            self.parallel.prepare(self.module, optimizer)
+        self.parallel.prepare(self.module, self.optimizers[0])
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
-        if self.parallel.dims.data > 1:
-            self._saved_buffers = _find_saved_buffers(self.module)
+        self._saved_buffers = _find_saved_buffers(self.module)  # names in the module
         owners = (self.module, getattr(trainer, "datamodule", None))
         self._changes_batches = any(is_overridden(h, owner) for h in _HOOKS for owner in owners)
 
@@ -67,7 +60,7 @@ class GPTStrategy(SavingStrategy):
         `TrainingMonitor` calls it after each step. Each rank updates buffers, such as running
         averages of BatchNorm, with its own samples, but a checkpoint holds those of one rank.
         """
-        for name in self._saved_buffers:
+        for name in self._saved_buffers if self.parallel.dims.data > 1 else ():
             buffer = self.module.get_buffer(name)
             dist.broadcast(buffer, group=self.parallel.data_group, group_src=0)
 
@@ -85,17 +78,21 @@ class GPTStrategy(SavingStrategy):
         """Free the old gradients and compute the divisor of the losses before each step.
 
         Lightning would free them after the forward pass, which raises the peak memory by their
-        size.
+        size. FSDP2 communicates gradients in the last micro-step only, unless
+        `strategy.accumulate_shards` is set.
         """
         trainer = self.module.trainer
+        net = getattr(self.module, "net", None)
+        if isinstance(net, FSDPModule) and not self.parallel.options.accumulate_shards:
+            is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            net.set_requires_gradient_sync(is_last)
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        self.optimizers[0].zero_grad()
         self.grad_norm = None
         counts = getattr(trainer.train_dataloader, "step_targets", None)
-        n_targets = counts.pop(0) if counts else None
-        self.step_mean.begin_step(n_targets or 0, trainer.accumulate_grad_batches)
+        n_targets = counts.pop(0) if counts else 0
+        self.step_mean.begin_step(n_targets, trainer.accumulate_grad_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step, in which the loss has the divisor of the step."""
@@ -152,15 +149,12 @@ class GPTStrategy(SavingStrategy):
         Lightning's own teardown would move weights and optimizer states to the CPU, for which the
         host may lack memory.
         """
-        for part in (self.precision_plugin, self.accelerator):
-            cast(Accelerator, part).teardown()
+        self.precision_plugin.teardown()
+        cast(Any, self.accelerator).teardown()
 
 
 class OneDevice(GPTStrategy, SingleDeviceStrategy):
-    """Trains on one device, `parallel.device`, without a process group."""
-
-    def __init__(self, parallel: Parallel):
-        super().__init__(parallel, parallel.device)
+    """Trains on one device, the second argument, without a process group."""
 
 
 class ManyRanks(GPTStrategy, DDPStrategy):
@@ -173,7 +167,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         """Pass the ranks to Lightning, whose own method gives all ranks the same dropout masks."""
         self.set_world_ranks()
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Set up the accelerator, the precision and, in a fit, the optimizer.
 
         A partitioned net is neither broadcast nor moved nor wrapped. Metrics are reduced over the
@@ -183,7 +177,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         if not self.parallel.is_partitioned:
             super().setup(trainer)
             return
-        cast(Accelerator, self.accelerator).setup(trainer)
+        cast(Any, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(cast(nn.Module, self.model))
         module: Any = self.model
         net, module.net = module.net, None  # the net is on its device, or offloaded to the CPU
@@ -192,12 +186,10 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        callbacks: list[pl.Callback] = trainer.callbacks  # ty: ignore[missing-attribute]
-        owned = (value for callback in callbacks for value in vars(callback).values())
-        for owner in (module, *owned):
-            for metric in owner.modules() if isinstance(owner, nn.Module) else ():
-                if isinstance(metric, Metric) and metric.process_group is None:
-                    metric.process_group = self.parallel.data_group
+        owned = [value for callback in trainer.callbacks for value in vars(callback).values()]
+        for owner in (part for part in (module, *owned) if isinstance(part, nn.Module)):
+            for metric in (part for part in owner.modules() if isinstance(part, Metric)):
+                metric.process_group = metric.process_group or self.parallel.data_group
 
     def configure_ddp(self) -> None:
         """Wrap the module in DistributedDataParallel, with the communication hook of the options.
@@ -223,21 +215,6 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(sum_dtype(tensor.device))
         return super().reduce(tensor, group, reduce_op)
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients in a with block, without communication of gradients.
-
-        With `strategy.accumulate_shards`, FSDP2 communicates them nevertheless.
-        """
-        net = getattr(self.module, "net", None)
-        is_held = isinstance(net, FSDPModule) and not self.parallel.options.accumulate_shards
-        with super().block_backward_sync():
-            if is_held:
-                net.set_requires_gradient_sync(False)
-            yield
-            if is_held:
-                net.set_requires_gradient_sync(True)
 
 
 def _find_saved_buffers(module: nn.Module) -> list[str]:

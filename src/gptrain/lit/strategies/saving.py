@@ -5,13 +5,13 @@ of the bare net (`parallel.state.saved_name`). Everything else that Lightning co
 more file. Inside of Lightning's hooks the tensors have Lightning's own names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gptrain.checkpoints.manifest import REST_NAME, Manifest
@@ -30,15 +30,11 @@ class SavingStrategy(Strategy):
         parallel: Object that partitions the net and computes losses and gradients.
         full_net: Net before it was partitioned, on the meta device. `build_strategy` sets it.
         module: LightningModule of the run, without a DDP wrapper.
-        save_to_store: Function that takes the tensors and the rest of a checkpoint. `Checkpoints`
-            sets it while it saves. None while Lightning saves a file of its own, as for
-            ModelCheckpoint.
         fresh_options: Options of each parameter group as the config gives them, before a checkpoint
             replaced them. It exists once a checkpoint was loaded.
     """
 
     full_net: nn.Module
-    save_to_store: Callable[[Mapping[str, Mapping[str, Tensor]], Any], None] | None = None
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
 
@@ -65,9 +61,7 @@ class SavingStrategy(Strategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict for a file of Lightning, or else `state.optimizer_state`."""
-        if not self._saves_folder:
-            return super().optimizer_state(optimizer)
+        """Return the state of the optimizer by names, as `state.optimizer_state` does."""
         parameters = self.saved_parameters()
         return states.optimizer_state(parameters, optimizer, self.parallel.stage_group)
 
@@ -76,20 +70,22 @@ class SavingStrategy(Strategy):
     ) -> None:
         """Write the state that Lightning has collected. All ranks must call this method.
 
-        It goes to `save_to_store`, or to `filepath` as a file of Lightning. For a partitioned net
-        that is a folder, like a checkpoint of gptrain.
+        When `Checkpoints` saves, `storage_options` is a function that takes the tensors (MODEL or
+        OPTIMIZER -> name -> tensor) and the rest. Otherwise, as for ModelCheckpoint, the state goes
+        to `filepath`: into a file of Lightning, or for a partitioned net into a folder like a
+        checkpoint of gptrain.
         """
-        if not self._saves_folder:
+        if storage_options is None and not self.parallel.is_partitioned:
+            if "optimizer_states" in checkpoint:  # in the form that plain Lightning reads
+                checkpoint["optimizer_states"] = [each.state_dict() for each in self.optimizers]
             super().save_checkpoint(checkpoint, filepath)
             return
-        net = getattr(self.module, "net", None)  # a plain LightningModule need not have one
-        further = tied_names(net) if isinstance(net, nn.Module) else {}
-        named = {states.saved_name(n): tensor for n, tensor in checkpoint.pop("state_dict").items()}
-        tensors = {MODEL: {name: t for name, t in named.items() if name not in further}}
+        further, named = tied_names(self.module), checkpoint.pop("state_dict").items()
+        tensors = {MODEL: {states.saved_name(n): t for n, t in named if n not in further}}
         for state in checkpoint.get("optimizer_states", ()):
             tensors[OPTIMIZER] = state.pop("tensors")
-        if self.save_to_store is not None:
-            self.save_to_store(tensors, checkpoint)
+        if storage_options is not None:
+            storage_options(tensors, checkpoint)
             return
         path, rank = Path(self.broadcast(filepath)), self.global_rank  # ty: ignore[missing-attribute]
         save = Save(path, Manifest(run_id="", step=checkpoint["global_step"]), rank, gather)
@@ -128,7 +124,7 @@ class SavingStrategy(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer's state, and set `fresh_options` before.
 
-        In `checkpoint`, the states of schedules are fitted to the groups of this rank. Raises the
+        In `checkpoint`, the state of a LambdaLR is fitted to the groups of this rank. Raises the
         errors of `state.load_optimizer_state`.
         """
         optimizer = self.optimizers[0]
@@ -138,13 +134,5 @@ class SavingStrategy(Strategy):
         states.load_optimizer_state(self.saved_parameters(), optimizer, source, state)
         groups = optimizer.param_groups  # a pipeline stage may have fewer groups than were saved
         for schedule in checkpoint["lr_schedulers"]:
-            if len(schedule.get("base_lrs", groups)) != len(groups):
-                schedule["base_lrs"] = [group["initial_lr"] for group in groups]
-                schedule["_last_lr"] = [group["lr"] for group in groups]
-                if "lr_lambdas" in schedule:
-                    schedule["lr_lambdas"] = []
-
-    @property
-    def _saves_folder(self) -> bool:
-        """True if a save is a folder of safetensors files, False if it is a file of Lightning."""
-        return self.save_to_store is not None or self.parallel.is_partitioned
+            if len(schedule.get("lr_lambdas", groups)) != len(groups):
+                schedule["lr_lambdas"] = []
