@@ -27,7 +27,7 @@ def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
     assert run.code == 0, run.err
     assert "test/loss" in run.out and "val/loss" in run.out
     kept = {path.name for path in run.folder.iterdir()}
-    assert not kept & {"checkpoints", "result.json", "timeline.jsonl"}
+    assert not kept & {"checkpoints", "result.json"}
     assert not [name for name in kept if name.startswith("events")]
 
 

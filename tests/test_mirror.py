@@ -8,11 +8,10 @@ from unittest.mock import patch
 import fsspec
 import pytest
 
-from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import load_file
-from gptrain.core.errors import BAD_DATA, ConfigError
 from tests.run import same
 
 SAVES = (
@@ -147,7 +146,7 @@ def test_a_copy_cut_off_while_a_step_is_copied_again_counts_as_unfinished(
     assert names(tmp_path / "mirror" / "step-00000001") == {"state.ckpt"}
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)  # a damaged copy would be an error here
-    assert again.steps() == []
+    assert again.paths() == []
 
 
 def test_only_files_that_the_manifest_names_are_fetched_from_an_untrusted_mirror(tmp_path):
@@ -181,16 +180,18 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
     (tmp_path / "another" / "step-00000005").rename(tmp_path / "mirror" / "step-00000005")
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
-    again.clean()
-    assert names(again.folder) == {"step-00000001"}
-    assert "/step-00000005: belongs to another run (b, this is a); not used" in caplog.text
-    assert "/step-00000002: state.ckpt is damaged (sha256); not used" in caplog.text
+    assert again.newest_intact() == again.newest() == again.folder / "step-00000001"
+    assert "/step-00000005: belongs to another run (b, this is a); step-00000001" in caplog.text
+    assert "/step-00000002: state.ckpt is damaged (sha256); step-00000001 is used" in caplog.text
     assert "/step-00000003: manifest.json is damaged" in caplog.text
+    copy(again, mirror)  # the run repeats these steps, and copies them again
+    assert names(tmp_path / "mirror") == {"step-00000001", "step-00000004"}
     damage(tmp_path / "mirror" / "step-00000001" / "state.ckpt")
-    for _ in range(2):  # the second start must not begin from scratch either
-        with pytest.raises(ConfigError, match="are damaged") as stop:
-            mirror.restore(CheckpointStore(tmp_path / "third", "a"))
-        assert stop.value.code == BAD_DATA
+    third = CheckpointStore(tmp_path / "third", "a")
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is intact"):
+        mirror.restore(third)
+    with pytest.raises(DamagedCheckpointError):  # the second start must not begin from scratch
+        third.newest_intact()
 
 
 def test_copies_of_steps_before_which_the_run_went_back_are_removed(pair, tmp_path):

@@ -85,18 +85,15 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock) -> Path | None:
 def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path | None:
     """Return the checkpoint that a training resumes from, or None for a start at step 0."""
     requested, is_done = cfg.ckpt_path, (Path(cfg.run_dir) / RESULT_NAME).exists()
-    if requested is None and (is_done or (store.steps() and not cfg.trainer.fast_dev_run)):
+    if requested is None and (is_done or (store.paths() and not cfg.trainer.fast_dev_run)):
         message = "already holds a run, and a new run would mix with it"
         hint = "ckpt_path=last to resume it, or another run_dir"
         raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
-        with as_config_errors(cfg, "checkpoint.mirror"):
-            mirror = Mirror(url)
-        mirror.join(store, lock, restore=requested == "last" and not store.steps())
+        Mirror(url).join(store, lock, restore=requested == "last" and not store.paths())
     checkpoint, monitor = None, cfg.checkpoint.monitor
+    store.clean()
     with as_config_errors(cfg, "ckpt_path", BAD_DATA):
-        if requested:
-            store.clean()
         if requested == "last":
             if checkpoint := store.newest_intact():
                 store.set_aside_after(step_of(checkpoint), "damaged")

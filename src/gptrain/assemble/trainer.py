@@ -15,7 +15,6 @@ from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths, phase_steps
 from gptrain.core.schema import RunConfig
 from gptrain.data.stream import UNKNOWN_LENGTH
@@ -123,16 +122,14 @@ def _build_callbacks(
     if cfg.trainer.enable_progress_bar and not has_bar:
         own.insert(0, ProgressBar())  # the end of the bar comes before what other callbacks print
     is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
-    timeline = Timeline(Path(cfg.run_dir) if is_fit and this_process().rank == 0 else None)
     checkpoints = None
     if is_fit and cfg.checkpoint.name != "none":
-        checkpoints = _build_checkpoints(cfg, lengths, guard, train, timeline)
+        checkpoints = _build_checkpoints(cfg, lengths, guard, train)
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         cfg.model.plain(),
         guard,
-        timeline,
         StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips),
         checkpoints,
         compile_s=LONG_PHASE_S if cfg.model.compile != "none" else 0.0,
@@ -142,7 +139,7 @@ def _build_callbacks(
 
 
 def _build_checkpoints(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Any, timeline: Timeline
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Any
 ) -> Checkpoints:
     """Build the callback that saves checkpoints. The run folder must have been locked."""
     folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
@@ -158,6 +155,5 @@ def _build_checkpoints(
         changed_options(cfg),
         cfg.objective,
         mirror,
-        timeline,
         guard,
     )

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.module import peak_lr
-from gptrain.checkpoints import files, timeline
+from gptrain.checkpoints import files, goodput
 from gptrain.checkpoints.status import RESULT_NAME
 from gptrain.core import labels, shell
 from gptrain.core.lengths import RunLengths
@@ -157,7 +157,9 @@ class TrainingRun:
         first_step = monitor.first_step  # None if this was no fit, or if no step was left
         reason, detail = self._why_ended(first_step)
         path = Path(cfg.run_dir) / RESULT_NAME
-        goodput = monitor.timeline.end(step)
+        monitor.guard.beat()  # counts the time until now
+        is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
+        times = goodput.measure(monitor.guard.phase_s) if is_fit else {}
         has_worked = first_step is not None or cfg.task != "fit" or not path.exists()
         if has_worked and not cfg.trainer.fast_dev_run:
             result = {
@@ -169,7 +171,7 @@ class TrainingRun:
                 "ended": {"reason": reason, "detail": detail},
                 "peak_memory_bytes": peak_bytes,
             }
-            files.replace(path, files.to_json(result | goodput | provenance))
+            files.replace(path, files.to_json(result | times | provenance))
         parts = []
         if first_step is not None:
             resumed = f", from step {first_step} to {step}" if first_step else ""
@@ -183,8 +185,8 @@ class TrainingRun:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {monitor.speed.peak[1]}")
         per_rank = " per rank" if trainer.world_size > 1 else ""
         parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{per_rank}")
-        if goodput:
-            parts.append(timeline.describe(goodput))
+        if times:
+            parts.append(goodput.describe(times))
         parts.append(f"{reason}, {detail}")
         log.info(labels.line("result", " · ".join(parts)))
         log.info(labels.line("next", self._next_command(has_checkpoint=best is not None)))

@@ -82,19 +82,11 @@ def to_json(value: object, indent: int | None = 1) -> bytes:
 
     NaN and infinity become null, and an object that JSON does not know becomes `str(object)`.
     """
-    text = json.dumps(value, default=str, indent=indent)
-    if "NaN" in text or "Infinity" in text:
-        text = json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
-    return text.encode() + b"\n"
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=indent).encode() + b"\n"
 
 
 # Files of rows, with one JSON object per line
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to a file, which is created if missing, without a wait for the disk."""
-    with path.open("ab") as file:
-        file.write(to_json(row, indent=None))
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from gptrain.checkpoints import files
-from gptrain.checkpoints.timeline import TIMELINE_NAME
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.core.small_files import UnreadableFileError, read_bytes
 
@@ -21,7 +20,7 @@ LOCK_NAME = ".lock"
 ID_NAME = "run_id"
 # Names that a run opens, or in which it makes files. It replaces all other files of its folder
 # without opening them, so that a link in their place is harmless.
-_OPENED = (LOCK_NAME, "train.log", ".hydra", TIMELINE_NAME)
+_OPENED = (LOCK_NAME, "train.log", ".hydra")
 NAMED_AFTER_S = 1.0  # a dying holder has ended by then
 LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in Linux 90 s
 

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -42,14 +43,17 @@ class FileEntry(BaseModel, strict=True):
 class Manifest(BaseModel, strict=True, validate_assignment=True):
     """Entries of a manifest. Checkpoints are ordered by step, never by the times of files.
 
-    `run_id` is empty for a checkpoint that belongs to no run. `config` describes the run, and
-    `metrics` are those of the validation after the step.
+    `run_id` is empty for a checkpoint that belongs to no run. `config` describes the run, `metrics`
+    are those of the validation after the step. `phase_s` has the seconds of each phase of the run
+    until `saved_at`, the Unix time at which the save began (see goodput.py).
     """
 
     format: Literal[2] = 2
     run_id: str
     step: Annotated[int, Field(ge=0, lt=2**63)]
     config: dict[str, Any] = {}
+    saved_at: float = Field(default_factory=time.time)
+    phase_s: dict[str, Annotated[float, Field(ge=0)]] = {}
     metrics: dict[str, float | None] = {}
     files: dict[FileName, FileEntry] = {}
 

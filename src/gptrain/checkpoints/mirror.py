@@ -2,10 +2,10 @@
 
 An object store has no rename. So the manifest of a copy is written last, and it is removed first
 when a step is saved again: a folder without a manifest is not a checkpoint. Keys of an object store
-may contain "..", so only the files that a manifest lists are copied back, and then verified. A copy
-is removed only when the run has passed its step and pruned the original, or has gone back before
-it. A run that resumes from an old image of its disk, or because newer originals are damaged, keeps
-newer copies until it reaches their steps.
+may contain "..", so only the files that a manifest lists are copied back. A copy is removed only
+when the run has passed its step and pruned the original, or has gone back before it. A run that
+resumes from an old image of its disk, or because newer originals are damaged, keeps newer copies
+until it reaches their steps.
 """
 
 import logging
@@ -33,33 +33,34 @@ class Mirror:
         url: Folder for the checkpoints of this run only: /path, file:///path or s3://bucket/path.
 
     Raises:
-        ValueError: If the protocol is unknown, or its package is missing.
+        ConfigError: If the protocol is unknown, or its package is missing.
     """
 
     def __init__(self, url: str):
         self.url = url
         try:
             self.files, self.root = url_to_fs(url)
-        except ImportError as error:  # the message names the package to install
-            raise ValueError(error) from error
+        except (ImportError, ValueError) as error:  # the message names the package to install
+            raise self._error(str(error), errors.BAD_CONFIG) from error
         self._thread = ThreadPoolExecutor(1, "mirror")
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
         """Check that the mirror is empty or belongs to this run, or restore a lost run from it.
 
         Call it on rank 0, under the run lock, before the run uses the store. With `restore` the
-        store must be empty: it gets the intact checkpoints of the mirror, if there are any, and
-        `lock` and `store` get the identity of their run.
+        store must be empty: it gets the checkpoints of the mirror, if there are any (`restore`),
+        and `lock` and `store` get the identity of their run.
 
         Raises:
-            ConfigError: If the mirror holds another run, has only damaged checkpoints to restore,
-                or if reading it or writing the copies fails with an OSError.
+            ConfigError: If the mirror holds another run, or if reading it or writing the copies
+                fails with an OSError.
+            DamagedCheckpointError: If all checkpoints to restore are damaged.
         """
         run_id = lock.run_id
         try:
-            for name, text in self._copies().items():
+            for name in self._names():
                 with suppress(DamagedCheckpointError):
-                    run_id = parse(text, Path(name)).run_id
+                    run_id = parse(self._manifest(name), Path(name)).run_id
                     break
             if restore:
                 lock.adopt(run_id)
@@ -71,6 +72,27 @@ class Mirror:
             hint = "ckpt_path=last in a new run_dir to resume that run"
             raise self._error("holds another run", errors.FOLDER_UNUSABLE, hint)
 
+    def restore(self, store: CheckpointStore) -> None:
+        """Copy all checkpoints of the mirror into the store, which has none, and verify the newest.
+
+        Newer checkpoints that are damaged are set aside as unused: the next update removes their
+        copies, so that the run copies these steps again. Raises a DamagedCheckpointError if all are
+        damaged.
+        """
+        for name in self._names():
+            if text := self._manifest(name):
+                draft = hidden(store.folder / name)
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+                with suppress(DamagedCheckpointError, FileNotFoundError):  # `verify` will miss it
+                    for file in parse(text, draft).files:
+                        self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
+                files.replace(draft / MANIFEST_NAME, text)
+                os.rename(draft, store.folder / name)
+                files.sync_folder(store.folder)
+        if newest := store.newest_intact():
+            store.set_aside_after(manifest.step_of(newest))
+
     def update(self, store: CheckpointStore) -> Future[None]:
         """Copy new checkpoints and remove the copies of pruned ones, in a thread, on rank 0.
 
@@ -79,85 +101,56 @@ class Mirror:
         """
         return self._thread.submit(self._update, store)
 
-    def restore(self, store: CheckpointStore) -> None:
-        """Copy every intact checkpoint of the mirror into the store, which has none.
-
-        A damaged copy is logged as a warning, and its manifest in the mirror is removed, so that
-        the run copies this step again. If all copies are damaged, nothing is removed, and a
-        ConfigError is raised.
-        """
-        store.folder.mkdir(exist_ok=True)
-        copies = {name: text for name, text in self._copies().items() if text}
-        for name, text in copies.items():
-            draft = hidden(store.folder / name)
-            shutil.rmtree(draft, ignore_errors=True)
-            try:
-                draft.mkdir()
-                for file in parse(text, draft).files:
-                    with suppress(FileNotFoundError):  # `verify` will miss it
-                        self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
-                files.replace(draft / MANIFEST_NAME, text)
-                manifest.verify(draft, store.run_id)
-                os.rename(draft, store.folder / name)
-            except DamagedCheckpointError as error:
-                _log.warning("warning: %s/%s: %s; not used", self.url, name, error.reason)
-        files.sync_folder(store.folder)
-        if copies and not store.steps():
-            raise self._error("all of its checkpoints are damaged", errors.BAD_DATA)
-        for name in copies.keys() - {path.name for path in store.paths()}:
-            with suppress(OSError):  # the mirror may be read-only
-                self.files.rm_file(f"{self.root}/{name}/{MANIFEST_NAME}")
-
-    def _error(self, message: str, code: int, hint: str = "") -> errors.ConfigError:
-        """Return an error about the mirror."""
-        return errors.ConfigError.of("checkpoint.mirror", self.url, message, hint=hint, code=code)
-
-    def _copies(self) -> dict[str, bytes]:
-        """Return folder name -> manifest of the copies, or b"" without one, the newest first."""
-        self.files.invalidate_cache()
-        copies, names = {}, []
-        with suppress(FileNotFoundError):  # `exists` would also be False if the store is away
-            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
-        for name in sorted(filter(manifest.STEP_NAME.fullmatch, names), reverse=True):
-            copies[name] = b""
-            with suppress(FileNotFoundError):
-                copies[name] = self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
-        return copies
-
     def _update(self, store: CheckpointStore) -> None:
         """Copy new checkpoints, the newest first, and remove copies of pruned ones, in a thread."""
         try:
-            copies = self._copies()
             for path in reversed(store.paths()):
                 # The run may prune a checkpoint meanwhile.
-                with suppress(FileNotFoundError, DamagedCheckpointError):
-                    self._put(path, copies.get(path.name, b""))
+                with suppress(DamagedCheckpointError, FileNotFoundError):
+                    self._put(path)
             kept = [path.name for path in store.paths()]
             left = {path.name.partition(".")[0] for path in store.folder.glob("step-*.unused-*")}
-            for name in copies:
+            for name in self._names():
                 if name not in kept and (name in left or name < max(kept, default="")):
                     self.files.rm(f"{self.root}/{name}", recursive=True)
         except Exception as error:  # fsspec's packages raise exceptions of any type
             text = "warning: checkpoint.mirror=%s: not up to date: %s; own checkpoints are intact"
             _log.warning(text, self.url, errors.first_line(error))
 
-    def _put(self, source: Path, old_text: bytes) -> None:
-        """Copy a checkpoint to the mirror, in which it has the manifest `old_text`, or none.
+    def _put(self, source: Path) -> None:
+        """Copy a checkpoint to the mirror, unless it has a complete copy of the same files.
 
-        An older manifest is removed before a file is copied. One that lists the same files is only
-        replaced, so that new metrics do not make the copy incomplete.
+        The manifest of an older copy is removed before a file is copied. New metrics replace it
+        and do not make the copy incomplete.
         """
-        target = f"{self.root}/{source.name}"
-        current, copied = manifest.read_manifest(source), None
+        target, copied = f"{self.root}/{source.name}", None
+        current, text = manifest.read_manifest(source), self._manifest(source.name)
         with suppress(DamagedCheckpointError):
-            copied = parse(old_text, source)
+            copied = parse(text, source)
         if copied is None or copied.files != current.files:
-            if old_text:
+            if text:
                 self.files.rm_file(f"{target}/{MANIFEST_NAME}")
             self.files.makedirs(target, exist_ok=True)
             for file in current.files:
                 self.files.put_file(str(source / file), f"{target}/{file}")
         # Write the manifest as it was read. If the step was saved again, the next update sees it.
         if copied != current:
-            text = manifest.seal(current.model_dump())
-            self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
+            self.files.pipe_file(f"{target}/{MANIFEST_NAME}", manifest.seal(current.model_dump()))
+
+    def _error(self, message: str, code: int, hint: str = "") -> errors.ConfigError:
+        """Return an error about the mirror."""
+        return errors.ConfigError.of("checkpoint.mirror", self.url, message, hint=hint, code=code)
+
+    def _names(self) -> list[str]:
+        """Return the names of the folders of copies, complete or not, the newest first."""
+        self.files.invalidate_cache()
+        with suppress(FileNotFoundError):  # `exists` would also be False if the store is away
+            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
+            return sorted(filter(manifest.STEP_NAME.fullmatch, names), reverse=True)
+        return []
+
+    def _manifest(self, name: str) -> bytes:
+        """Return the text of the manifest of a copy, or b"" without one."""
+        with suppress(FileNotFoundError):
+            return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
+        return b""

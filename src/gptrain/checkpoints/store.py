@@ -59,9 +59,8 @@ class CheckpointStore:
         step: int,
         tensors: Mapping[str, Tensors],
         rest: Any,
-        *,
-        config: dict | None = None,
         in_background: bool = False,
+        **about: Any,
     ) -> None:
         """Save a new checkpoint.
 
@@ -72,8 +71,8 @@ class CheckpointStore:
             step: Number of optimizer steps that are done.
             tensors: MODEL or OPTIMIZER -> name -> tensor, or DTensor with the shard of this rank.
             rest: Value for torch.save with everything else, which rank 0 writes.
-            config: Entries of the manifest that describe the run. Defaults to {}.
             in_background: Whether to return before the files are written.
+            about: Entries `config` and `phase_s` of the manifest.
 
         Raises:
             SaveFailedError: On all ranks, if a file operation failed on any. Earlier checkpoints
@@ -84,8 +83,7 @@ class CheckpointStore:
         from gptrain.checkpoints.save import Save
 
         self.finish()
-        entries = {"run_id": self.run_id, "step": step, "config": config or {}}
-        described = manifest.Manifest.model_validate(entries)
+        described = manifest.Manifest.model_validate({"run_id": self.run_id, "step": step, **about})
         save = Save(self.folder / manifest.folder_name(step), described, **self.ranks)
         save.begin(tensors, rest, in_background)
         self.unfinished = save
@@ -128,10 +126,6 @@ class CheckpointStore:
         names = os.listdir(self.folder) if self.folder.exists() else []
         paths = (self.folder / name for name in filter(manifest.STEP_NAME.fullmatch, names))
         return sorted(paths, key=step_of)
-
-    def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, verified or not, in ascending order."""
-        return [*map(step_of, self.paths())]
 
     def newest(self) -> Path | None:
         """Return the folder of the newest checkpoint, or None. It may be damaged."""
@@ -215,6 +209,9 @@ class CheckpointStore:
                     shutil.rmtree(hidden(path), ignore_errors=True)
 
     def clean(self) -> None:
-        """Remove the hidden folders that killed processes left. Call it under the run lock."""
+        """Remove the hidden folders that killed processes left. Call it under the run lock.
+
+        What cannot be removed stays, without an error, as a symbolic link.
+        """
         for path in self.folder.glob(".*-step-*"):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)

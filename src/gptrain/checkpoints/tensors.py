@@ -26,9 +26,8 @@ from gptrain.core.small_files import open_regular
 
 MODEL, OPTIMIZER = "model", "optimizer"  # beginnings of the names of the files
 SHARDING = "DCP_SHARDING_INFO"  # torch's entry of a file's header
-# Name in a file's header -> dtype. torch reads this table of safetensors, too.
-DTYPES: dict[Any, torch.dtype] = cast(Any, _TYPES)
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# dtype -> name in a file's header. torch reads this table of safetensors, too.
+_NAMES: dict[Any, Any] = {dtype: name for name, dtype in _TYPES.items()}
 Tensors = Mapping[str, Tensor]
 Index = tuple[int, ...]  # an index or a size in each dimension
 Box = list[range]  # indices of the full tensor in each dimension
@@ -109,11 +108,10 @@ class SavedTensors:
             try:
                 places = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
                 for name in file.keys():  # noqa: SIM118, it is no mapping
-                    part = file.get_slice(name)
-                    shape = part.get_shape()
-                    first = places.get(name, {}).get("saved_offsets", [0] * len(shape))
-                    self._add(name, path, DTYPES[part.get_dtype()], box_of(first, shape))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                    tensor = file.get_tensor(name)  # stays mapped
+                    first = places.get(name, {}).get("saved_offsets", [0] * tensor.ndim)
+                    self._add(name, path, tensor.dtype, box_of(first, tensor.shape))
+            except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
                 raise DamagedCheckpointError(path, f"no shards of gptrain ({error})") from error
         for name, parts in self._parts.items():
             if sum(prod(map(len, box)) for _, box in parts) != prod(self.shapes[name]):

@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptrain.checkpoints.files import read_rows
+from gptrain.checkpoints.goodput import ENTRIES, measure
 from gptrain.checkpoints.lock import is_held
 from gptrain.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.timeline import TIMELINE_NAME, measure
 from gptrain.core.errors import DONE, printable
 from gptrain.core.shell import by_key
 from gptrain.core.small_files import flatten, read_facts, read_values
 
 # Errors that a file of another form than gptrain's may cause while it is read.
-MALFORMED_FILE_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
+MALFORMED_FILE_ERRORS = OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError
 _OVERRIDES, _CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics after the objective
 # Endings of keys that hold a location: equal runs may have different ones.
@@ -92,9 +91,9 @@ def read_run(folder: Path) -> RunRecord:
         detail = str(status.get("message", "")).removeprefix("error: ")
     metrics = _finite(facts.get("metrics", {}))
     metrics.pop("step", None)  # Lightning adds it to the metrics of a checkpoint
-    times = {"steps": facts.get("steps", facts.get("step")), "seconds": facts.get("seconds")}
-    times = _finite(times | measure(read_rows(folder / TIMELINE_NAME)))
-    return RunRecord(folder, overrides, metrics, times, is_done, str(ended), str(detail))
+    times = {name: facts.get(name) for name in ("steps", "seconds", *ENTRIES)}
+    times |= {"steps": facts.get("steps", facts.get("step"))} | measure(facts.get("phase_s", {}))
+    return RunRecord(folder, overrides, metrics, _finite(times), is_done, str(ended), str(detail))
 
 
 def _finite(values: dict[str, Any]) -> dict[str, float]:

@@ -23,11 +23,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gptrain.checkpoints import files, status
+from gptrain.checkpoints.goodput import earlier_seconds
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
-from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.signature import sign_record
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.timeline import add_start
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
@@ -182,10 +181,11 @@ def run_rank(
     wait_s = LOST_HOST_S if is_restart() else NAMED_AFTER_S
     # The kernel frees the lock when this process ends, however it ends.
     with RunLock(cfg.run_dir, wait_s) if process.rank == 0 else nullcontext() as lock:
+        phase_s: dict[str, float] = {}
         if lock is not None:
-            cfg = prepare_start(cfg, find_checkpoint, lock)
+            cfg, phase_s = prepare_start(cfg, find_checkpoint, lock)
         timeout_s = cfg.launcher.timeout_s or cfg.strategy.timeout_s
-        guard = Guard(stop, process.rank, timeout_s, partial(report_ending, cfg))
+        guard = Guard(stop, process.rank, timeout_s, partial(report_ending, cfg), phase_s=phase_s)
         try:
             with guard:
                 guard.leave_if_asked()
@@ -213,11 +213,14 @@ def run_rank(
     return metrics
 
 
-def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> RunConfig:
-    """Find the checkpoint and record the start of a run in its folder, and return the config.
+def prepare_start(
+    cfg: RunConfig, find_checkpoint: Callable, lock: RunLock
+) -> tuple[RunConfig, dict[str, float]]:
+    """Find the checkpoint, record the start of a run in its folder, and return its config.
 
     The path of the checkpoint, or None, is the `ckpt_path` of the returned config. A restarted
-    training resumes from its newest checkpoint, whatever `ckpt_path` was typed.
+    training resumes from its newest checkpoint, whatever `ckpt_path` was typed. The second value
+    is the result of `earlier_seconds`.
     """
     hydra = cast(Any, HydraConfig.get())
     configure_log(hydra.job_logging, hydra.verbose)  # a file of the log is opened under the lock
@@ -225,12 +228,11 @@ def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> R
         cfg = cfg.changed({"ckpt_path": "last"})
     checkpoint = find_checkpoint(cfg, lock)
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
-    if cfg.task == "fit" and not cfg.trainer.fast_dev_run:
-        add_start(cfg.run_dir, read_manifest(checkpoint).step if checkpoint else 0)
+    phase_s = earlier_seconds(cfg.run_dir, lock.run_id, checkpoint) if checkpoint else {}
     (Path(cfg.run_dir) / status.STATUS_NAME).unlink(missing_ok=True)  # of an earlier start
     keep_config(cfg)
     locations.report_to_fit(folder=str(cfg.run_dir))
-    return cfg
+    return cfg, phase_s
 
 
 def keep_config(cfg: RunConfig) -> None:

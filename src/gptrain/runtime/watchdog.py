@@ -1,4 +1,4 @@
-"""Heartbeats, and the thread that ends a rank that makes no progress.
+"""Heartbeats, which count the time of each phase, and end a rank that makes no progress.
 
 A hang of one rank lets the collectives of the other ranks wait, which torch ends after
 `strategy.timeout_s`. The thread of this module ends a rank by os._exit, because no exception
@@ -11,9 +11,10 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.core.errors import FAILED, HUNG, Ending
@@ -41,6 +42,7 @@ class Guard:
         phase: Phase of the run that the last heartbeat has named, for example "train" or "save".
         allow_s: Time that the last heartbeat allows until the next one, if it is longer than the
             timeout. In seconds.
+        phase_s: Phase -> seconds until the last heartbeat, over all starts of the run on rank 0.
     """
 
     stop: StopFlag
@@ -50,9 +52,11 @@ class Guard:
     step: int = 0
     phase: str = "start"
     allow_s: float = 0.0
+    phase_s: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._silent_s = 0.0
+        self._beat_s = time.monotonic()  # time of the last heartbeat
         # An agent of torchrun ends its ranks. If it was killed, they end by themselves. A shell or
         # a script that has started a rank may end before the rank.
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -73,12 +77,28 @@ class Guard:
         """Record that the main thread has made progress.
 
         `allow_s` is the longest time until the next heartbeat, in seconds, if the phase may take
-        longer than the timeout, such as a compilation. Step and phase stay if they are None.
+        longer than the timeout, such as a compilation. Step and phase stay if they are None. The
+        time since the last heartbeat belongs to the phase until now, in `phase_s`.
         """
+        now_s = time.monotonic()
+        self.phase_s[self.phase] = self.phase_s.get(self.phase, 0.0) + now_s - self._beat_s
+        self._beat_s = now_s
         self.step = self.step if step is None else step
         self.phase = phase or self.phase
         self.allow_s = allow_s
         self._silent_s = 0.0
+
+    @contextmanager
+    def during(self, phase: str, allow_s: float) -> Generator[None, None, None]:
+        """Make the block a phase, within which no heartbeat is due for `allow_s` seconds.
+
+        The phase before it goes on afterwards. A block that raises an error ends the run, so its
+        phase stays the current one.
+        """
+        outer = self.phase
+        self.beat(phase=phase, allow_s=allow_s)
+        yield
+        self.beat(phase=outer)
 
     def leave_if_asked(self) -> None:
         """Raise a PreemptedError if this rank was asked to stop. For phases without a save."""

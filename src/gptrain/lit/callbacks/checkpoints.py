@@ -16,7 +16,6 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import Tensors
-from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.schema import CheckpointConfig
 from gptrain.lit.callbacks import resume
 from gptrain.lit.callbacks.vote import Vote
@@ -51,8 +50,8 @@ class Checkpoints(Checkpoint):
             current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
         mirror: Mirror that copies each checkpoint while training continues, or None.
-        timeline: Record of the phases of this start of the run, such as its saves.
-        guard: Watchdog of this rank. It has the flag that a stop signal sets.
+        guard: Watchdog of this rank. It counts the time of each phase, and has the flag that a stop
+            signal sets.
         saved_step: Newest step that was saved, or that the run has resumed from. 0 before.
     """
 
@@ -62,7 +61,6 @@ class Checkpoints(Checkpoint):
     changed: Collection[str]
     objective: str
     mirror: Mirror | None
-    timeline: Timeline
     guard: Guard
     saved_step: int = 0
 
@@ -186,16 +184,16 @@ class Checkpoints(Checkpoint):
         if step == self.saved_step:
             return
         self.saved_step = step
-        self.guard.beat(phase="save", allow_s=LONG_PHASE_S)
         n_parameters = sum(p.numel() for p in strategy_of(trainer).full_net.parameters())
         is_last = self._stopping or step == trainer.max_steps
         waits = is_last or n_parameters < _BACKGROUND_PARAMETERS or not self.options.background
 
         def write(tensors: Mapping[str, Tensors], rest: dict[str, Any]) -> None:
             resume.add_state(trainer, rest)
-            self.store.save(step, tensors, rest, config=self.identity, in_background=not waits)
+            about = {"config": self.identity, "phase_s": self.guard.phase_s}
+            self.store.save(step, tensors, rest, in_background=not waits, **about)
 
-        with self.timeline.during("saves", step):
+        with self.guard.during("save", LONG_PHASE_S):
             trainer.save_checkpoint(self.store.folder, weights_only=False, storage_options=write)
 
     def ranking(self) -> list[Path]:
@@ -212,8 +210,7 @@ class Checkpoints(Checkpoint):
         """
         if self.store.unfinished is None:
             return
-        with self.timeline.during("saves", trainer.global_step):
-            self.guard.beat(phase="save", allow_s=LONG_PHASE_S)
+        with self.guard.during("save", LONG_PHASE_S):
             self.store.finish()
 
     def save_if_due(self, trainer: Trainer) -> None:
@@ -265,8 +262,7 @@ class Checkpoints(Checkpoint):
         """
         if (mirror := self.mirror) is None:
             return
-        self.guard.beat(phase="mirror", allow_s=LONG_PHASE_S)
-        with self.timeline.during("saves", trainer.global_step):
+        with self.guard.during("mirror", LONG_PHASE_S):
             # The update also copies what an earlier, killed start did not copy.
             rank = trainer.global_rank
             wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, LONG_PHASE_S)

@@ -8,7 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.timeline import Timeline
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.guard import StepGuard
@@ -51,8 +50,8 @@ class TrainingMonitor(Callback):
         every_n_steps: Optimizer steps between two logged steps.
         model_config: `model` group of the config, which every checkpoint contains, so that a net
             can be built from it alone.
-        guard: Watchdog of this rank. It has the flag that a stop signal sets.
-        timeline: Record of the phases of this start of the run.
+        guard: Watchdog of this rank. It has the flag that a stop signal sets, and counts the time
+            of each phase.
         step_guard: Object that decides whether the optimizer takes each step.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
         compile_s: Time that the watchdog allows for a phase that may compile the model, in seconds.
@@ -64,7 +63,6 @@ class TrainingMonitor(Callback):
     every_n_steps: int
     model_config: dict[str, Any]
     guard: Guard
-    timeline: Timeline
     step_guard: StepGuard
     checkpoints: Checkpoints | None
     compile_s: float
@@ -94,7 +92,7 @@ class TrainingMonitor(Callback):
             PreemptedError: If this rank was asked to stop.
         """
         self.guard.leave_if_asked()
-        self.guard.beat(trainer.global_step, "train", allow_s=self.compile_s)
+        self.guard.beat(trainer.global_step, "first step", allow_s=self.compile_s)
         if not pl_module.automatic_optimization:
             message = "automatic_optimization=False; use one optimizer with parameter groups"
             raise IncompatibleModelError("module._target_", message)
@@ -148,15 +146,12 @@ class TrainingMonitor(Callback):
         """
         step = trainer.global_step
         self.guard.beat(step, "train")
-        self.timeline.update(step)
         if not ends_step(trainer, batch_idx):
             return
         strategy = strategy_of(trainer)
         if self._clips_itself:
             strategy.parallel.check_gradients()
         strategy.synchronize_buffers()
-        if step - 1 == self.first_step:
-            self.timeline.enter("steps", step)
         if step == data_of(trainer).lengths.n_steps:
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
@@ -172,7 +167,6 @@ class TrainingMonitor(Callback):
         """Raise the errors of `StepGuard.read` for the last step."""
         self.guard.beat(phase="end")
         self.step_guard.read()
-        self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
 
     # Evaluations
 
@@ -181,18 +175,16 @@ class TrainingMonitor(Callback):
 
         In a sanity check and outside of a fit it only sends a heartbeat.
         """
-        self.guard.beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if self.checkpoints is not None:
                 # Before the other callbacks, which may replace the weights for the validation
                 self.checkpoints.save(trainer)
                 self.checkpoints.leave_if_saved(trainer)
-            self.timeline.enter("validation", trainer.global_step)
+        self.guard.beat(phase="validate", allow_s=self.compile_s)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Send a heartbeat, and end a run that saves nothing if it was asked to stop."""
         self.guard.beat(phase="test" if trainer.testing else "validate")
-        self.timeline.update(trainer.global_step)
         if self.checkpoints is None or trainer.state.fn != "fit":
             self.guard.leave_if_asked()
 
@@ -217,8 +209,6 @@ class TrainingMonitor(Callback):
         """Return to the training phase. The time of the validation is not counted as steps."""
         self._is_paused = True
         self.guard.beat(phase="train")
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.timeline.enter("steps", trainer.global_step)
 
     # Checkpoints
 

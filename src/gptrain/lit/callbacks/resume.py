@@ -27,7 +27,7 @@ def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     are not trained). All ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
-    checkpoint["rng"] = gather(capture())
+    checkpoint["rng"] = gather(capture(trainer.strategy.root_device))
     checkpoint["logged"] = reproducible_metrics(trainer)
     parameters = strategy_of(trainer).saved_parameters().items()
     frozen = gather([name for name, parameter in parameters if not parameter.requires_grad])
@@ -73,13 +73,13 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     _follow_schedule(trainer)
     rng = state["rng"]
     if len(rng) == trainer.world_size:
-        restore(rng[trainer.global_rank])
+        restore(rng[trainer.global_rank], trainer.strategy.root_device)
     else:
         ranks = f"{count_text(trainer.world_size, 'rank')}, saved by {len(rng)}"
         effect = "every step has the same samples; dropout, and the last bits of sums, differ"
         log.warning("resumed on %s: %s", ranks, effect)
         # Each rank needs its own dropout, also within a tensor-parallel group or a pipeline.
-        restore(rng[0])
+        restore(rng[0], trainer.strategy.root_device)
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
 
 

@@ -55,7 +55,7 @@ def build_strategy(
         IncompatibleModelError: If the strategy would train another function than the plain net
             computes, or if a block that recomputes has running averages.
     """
-    rng_state = rng.capture()
+    rng_state = rng.capture(device)
     full_net = build_on_meta_device(make_net)
     parallel_class = Pipeline if isinstance(options, PipelineOptions) else Parallel
     parallel = parallel_class(options, dims, device, precision)
@@ -64,7 +64,7 @@ def build_strategy(
     changes = parallel.is_partitioned or parallel.uses_hidden(full_net) or recomputes
     if sample is not None and changes and parallel.may_skip_parameters:  # a net of the user
         Comparison(full_net, make_net, parallel, activation_checkpointing).check(sample)
-    rng.restore(rng_state)
+    rng.restore(rng_state, device)
     modes = {"activation_checkpointing": activation_checkpointing, "compile": compile}
     net = make_net_on(parallel.weights_device, make_net, partial(parallel.partition, **modes))
     strategy = ManyRanks(parallel) if parallel.axes else OneDevice(parallel, device)
