@@ -175,11 +175,11 @@ class TrainingMonitor(Callback):
 
         In a sanity check and outside of a fit it only sends a heartbeat.
         """
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            if self.checkpoints is not None:
-                # Before the other callbacks, which may replace the weights for the validation
-                self.checkpoints.save(trainer)
-                self.checkpoints.leave_if_saved(trainer)
+        is_of_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if self.checkpoints is not None and is_of_fit:
+            # Before the other callbacks, which may replace the weights for the validation
+            self.checkpoints.save(trainer)
+            self.checkpoints.leave_if_saved(trainer)
         self.guard.beat(phase="validate", allow_s=self.compile_s)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
