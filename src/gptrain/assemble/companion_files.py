@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from gptrain.checkpoints import files
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
@@ -22,7 +20,7 @@ GENERATION = "generation_config.json"
 TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
-def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
+def write_tokenizer(cfg: RunConfig, train: Any) -> None:
     """Write the files of the tokenizer to the run folder, on rank 0, before a fit.
 
     The tokenizer is that of the training set. If the set has none, the files are copied from the

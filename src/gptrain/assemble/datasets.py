@@ -112,10 +112,9 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
     trainer = cfg.trainer
     has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
     if "train" in read and len(train) >= UNKNOWN_LENGTH and not has_end:
+        message = "the data are a stream without a length"
         hint = "trainer.max_steps=1000, or max_tokens=1e9"
-        raise ConfigError.of(
-            "trainer.max_steps", -1, "the data are a stream without a length", hint=hint
-        )
+        raise ConfigError.of("trainer.max_steps", -1, message, hint=hint)
     for name, dataset in read.items():
         if getattr(cfg.trainer, f"limit_{name}_batches") == 0:
             continue

@@ -9,7 +9,6 @@ import torch
 from hydra.utils import get_method
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import build_target
@@ -54,7 +53,7 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
 
 
 def build_module(
-    cfg: RunConfig, net: nn.Module, lengths: RunLengths, val: Dataset | None
+    cfg: RunConfig, net: nn.Module, lengths: RunLengths, val: Any
 ) -> pl.LightningModule:
     """Build the LightningModule of a run, with the keys of `cfg.module` as its arguments.
 

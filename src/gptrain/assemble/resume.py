@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import find_trained, find_weights
 from gptrain.checkpoints.lock import RunLock
@@ -165,7 +163,7 @@ def _differences(cfg: RunConfig, saved: dict[str, Any]) -> list[ConfigIssue]:
 
 
 def continue_run(
-    cfg: RunConfig, lengths: RunLengths, train: Dataset, saved: Mapping[str, Any]
+    cfg: RunConfig, lengths: RunLengths, train: Any, saved: Mapping[str, Any]
 ) -> tuple[RunConfig, RunLengths]:
     """Return config and lengths of a resumed run, with what its first start has resolved.
 

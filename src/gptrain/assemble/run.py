@@ -3,7 +3,6 @@
 Each part has a file of its own in this package, see its README.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,7 +47,6 @@ from gptrain.runtime.devices import RunDevices, find_devices, native_precision, 
 from gptrain.runtime.process import Process, start_store, this_process
 from gptrain.runtime.watchdog import Guard
 
-log = logging.getLogger(__name__)
 # Timeouts in seconds, by phase of the start.
 _PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
 _SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)

@@ -149,11 +149,5 @@ def _build_checkpoints(
     facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     return Checkpoints(
-        store,
-        facts,
-        cfg.checkpoint,
-        changed_options(cfg),
-        cfg.objective,
-        mirror,
-        guard,
+        store, facts, cfg.checkpoint, changed_options(cfg), cfg.objective, mirror, guard
     )

@@ -18,7 +18,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.module import peak_lr
@@ -59,7 +58,7 @@ class TrainingRun:
 
     cfg: RunConfig
     lengths: RunLengths
-    train: Dataset
+    train: Any
     module: pl.LightningModule
     datamodule: pl.LightningDataModule
     trainer: pl.Trainer
