@@ -45,8 +45,6 @@ _PHRASES = {
         "out of memory (less: a smaller data.batch_size, model.activation_checkpointing=full)",
     ),
 }
-# First line of an error that torch raises again for a data worker.
-_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 
 
 @dataclass
@@ -115,7 +113,7 @@ def first_line(error: object) -> str:
     """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if lines and _IN_WORKER.match(lines[0]):
+    if lines and re.match(r"Caught \w+ in DataLoader worker process", lines[0]):
         lines = [lines[-1].rpartition(f"{type(error).__name__}: ")[2]]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 

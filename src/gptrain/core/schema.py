@@ -53,7 +53,7 @@ class LlamaConfig(DecoderConfig):
     n_kv_heads: Count
     d_ff: Count
     rope_base: types.Positive
-    rope_scaling: types.AtLeastOne
+    rope_scaling: Annotated[float, Field(ge=1)]
     norm_eps: types.Positive
     qk_norm: bool
     tie_head: bool
@@ -108,7 +108,7 @@ class OptimizerConfig(TargetConfig):
 class AdamWConfig(OptimizerConfig):
     """Keys of `torch.optim.AdamW`. Further keys are arguments of this class, too."""
 
-    betas: types.Betas
+    betas: Annotated[list[types.BelowOne], Field(min_length=2, max_length=2)]
     eps: types.Positive
     fused: bool | None = None
 
@@ -187,7 +187,7 @@ class TrainerConfig(TargetConfig):
     max_time: types.Duration | None
     accumulate_grad_batches: Count
     gradient_clip_val: types.NonNegative | None
-    fast_dev_run: types.Batches
+    fast_dev_run: bool | Annotated[int, between(0)]
     overfit_batches: types.Share
     limit_train_batches: types.Interval | None
     limit_val_batches: types.Share | None
@@ -407,7 +407,7 @@ class RunConfig(Section):
 
     name: types.LocalPath
     task: Literal["fit", "validate", "test"]
-    seed: Annotated[int, between(0, types.SEED_MAX)]
+    seed: Annotated[int, between(0, 2**32 - 1)]  # a larger one numpy refuses
     max_tokens: types.TokenCount | None
     on_nonfinite: Literal["stop", "skip"]
     on_spike: Literal["none", "warn", "skip"]

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WrapVali
 
 from gptrain.core.precision import PRECISIONS, SHORT_NAMES
 
-SEED_MAX = 2**32 - 1  # largest seed that numpy's generators accept
 WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)
 _MOST_RANKS = 1024  # ranks on one machine; a larger number is a typing error
 _INT32_MAX = 2**31 - 1  # largest index that kernels with 32-bit indices can address
@@ -54,7 +53,6 @@ Count = Annotated[int, between(1)]
 Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=_INT32_MAX)]  # above, gloo waits for no time at all
 NonNegative = Annotated[float, Field(ge=0)]
-AtLeastOne = Annotated[float, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -65,12 +63,10 @@ PrecisionName = Annotated[  # the full name of a precision, such as 16-mixed for
     Literal[("auto", *PRECISIONS)],  # ty: ignore[invalid-type-form]
     BeforeValidator(lambda name: SHORT_NAMES.get(str(name), name)),
 ]
-Betas = Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
 Duration = (  # DD:HH:MM:SS or {hours:2,minutes:30}
     Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")]
     | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NonNegative]
 )
-Batches = bool | Annotated[int, between(0)]
 Share = Annotated[int, between(0)] | Fraction  # a number of steps or batches, or a part of all
 Interval = Count | Annotated[float, Field(gt=0, le=1)]  # optimizer steps, or a part of an epoch
 TokenCount = Annotated[float, Field(ge=1, le=2**63)]
