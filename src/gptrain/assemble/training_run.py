@@ -157,8 +157,8 @@ class TrainingRun:
         reason, detail = self._why_ended(first_step)
         path = Path(cfg.run_dir) / RESULT_NAME
         monitor.guard.beat()  # counts the time until now
-        is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
-        times = goodput.measure(monitor.guard.phase_s) if is_fit else {}
+        has_trained = first_step is not None and not cfg.trainer.fast_dev_run
+        times = goodput.measure(monitor.guard.phase_s) if has_trained else {}
         has_worked = first_step is not None or cfg.task != "fit" or not path.exists()
         if has_worked and not cfg.trainer.fast_dev_run:
             result = {
