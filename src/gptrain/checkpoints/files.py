@@ -9,13 +9,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from gptrain.core.small_files import read_bytes
-
-Row = dict[str, Any]  # name -> value
 
 
 class SaveFailedError(OSError):
@@ -84,31 +79,3 @@ def to_json(value: object, indent: int | None = 1) -> bytes:
     """
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     return json.dumps(plain, indent=indent).encode() + b"\n"
-
-
-# Files of rows, with one JSON object per line
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file, without the lines that are no JSON objects.
-
-    The list is empty if the file does not exist. Raises an OSError or an UnreadableFileError if it
-    cannot be read.
-    """
-    rows = []
-    with suppress(FileNotFoundError):
-        for line in read_bytes(path).splitlines():
-            with suppress(ValueError, RecursionError):  # also if the bytes are not UTF-8
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
-
-
-def append_or_replace(path: Path, row: Row, last: Row | None) -> None:
-    """Append a row to an existing file, without a wait for the disk.
-
-    If `last` is not None, it must be the last row of the file (not checked), which is replaced.
-    """
-    with path.open("r+b") as file:
-        file.seek(-len(to_json(last, indent=None)) if last else 0, os.SEEK_END)
-        file.write(to_json(row, indent=None))
-        file.truncate()

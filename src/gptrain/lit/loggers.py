@@ -6,8 +6,11 @@ calls it at the start of training with the number of optimizer steps done: a res
 steps after its checkpoint, so the logger removes their points.
 """
 
+import json
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gptrain.checkpoints import files
-from gptrain.checkpoints.files import Row
 from gptrain.checkpoints.lock import read_run_id
+from gptrain.core.small_files import read_bytes
 
 STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
 _FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
@@ -36,7 +39,8 @@ class JsonLinesLogger(Logger):
     def __init__(self, save_dir: str):
         super().__init__()
         self._path = Path(save_dir) / "metrics.jsonl"
-        self._last_row: Row | None = None  # None before the first write, which is on rank 0 only
+        # Row that was written last, on rank 0 only. None before the first write.
+        self._last_row: dict[str, Any] | None = None
 
     @property
     def save_dir(self) -> str:
@@ -60,7 +64,10 @@ class JsonLinesLogger(Logger):
         row |= {name: float(value) for name, value in metrics.items() if name != STEP}
         is_same = row[STEP] == last.get(STEP)
         self._last_row = last | row if is_same else row
-        files.append_or_replace(self._path, self._last_row, last if is_same else None)
+        with self._path.open("r+b") as file:  # no wait for the disk
+            file.seek(-len(files.to_json(last, None)) if is_same else 0, os.SEEK_END)
+            file.write(files.to_json(self._last_row, None))
+            file.truncate()
 
     @rank_zero_only
     def discard_after(self, step: float) -> None:
@@ -68,9 +75,13 @@ class JsonLinesLogger(Logger):
 
         Only rank 0 does this. Raises an OSError if the file cannot be read or written.
         """
-        rows = [row for row in files.read_rows(self._path) if isinstance(row.get(STEP), int)]
-        rows = [row for row in rows if row[STEP] <= step]
-        files.replace(self._path, b"".join(files.to_json(row, indent=None) for row in rows))
+        rows = []
+        for line in read_bytes(self._path).splitlines() if self._path.exists() else ():
+            with suppress(ValueError, TypeError, LookupError, RecursionError):  # no row of a step
+                row = json.loads(line)
+                if row[STEP] <= step:
+                    rows.append(row)
+        files.replace(self._path, b"".join(files.to_json(row, None) for row in rows))
         self._last_row = rows[-1] if rows else {}
 
 

@@ -162,8 +162,16 @@ class Checkpoints(Checkpoint):
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait until the mirror, if any, is up to date. Collective."""
-        self.wait_for_mirror(trainer)
+        """Bring the mirror, if any, up to date on rank 0, while all ranks wait. All must call it.
+
+        A failure is a warning. A launcher kills the job soon after the first rank exits.
+        """
+        if (mirror := self.mirror) is None:
+            return
+        with self.guard.during("mirror", LONG_PHASE_S):
+            # The update also copies what an earlier, killed start did not copy.
+            rank = trainer.global_rank
+            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, LONG_PHASE_S)
 
     def save(self, trainer: Trainer) -> None:
         """Save the current step, unless it is saved already. All ranks must call this method.
@@ -208,8 +216,6 @@ class Checkpoints(Checkpoint):
 
         Raises a SaveFailedError or a RuntimeError on all ranks if the save of a rank failed.
         """
-        if self.store.unfinished is None:
-            return
         with self.guard.during("save", LONG_PHASE_S):
             self.store.finish()
 
@@ -232,7 +238,7 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         if self._stopping and step == self.saved_step and step != trainer.max_steps:
             self.finish(trainer)
-            self.wait_for_mirror(trainer)
+            self.on_fit_end(trainer, trainer.lightning_module)  # is not called after an error
             raise PreemptedError(step)
 
     def _vote(self, trainer: Trainer) -> None:
@@ -253,16 +259,3 @@ class Checkpoints(Checkpoint):
         self.store.prune(self.options.keep, protect=self.ranking()[:1])
         if self.mirror is not None:
             self.mirror.update(self.store)
-
-    def wait_for_mirror(self, trainer: Trainer) -> None:
-        """Bring the mirror, if any, up to date on rank 0, while all ranks wait. All must call it.
-
-        A failure is a warning. Call it once, when the run ends: a launcher kills the job soon after
-        the first rank exits.
-        """
-        if (mirror := self.mirror) is None:
-            return
-        with self.guard.during("mirror", LONG_PHASE_S):
-            # The update also copies what an earlier, killed start did not copy.
-            rank = trainer.global_rank
-            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, LONG_PHASE_S)
