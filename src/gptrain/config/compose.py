@@ -179,21 +179,24 @@ def vocabulary_size(cfg: DictConfig) -> int:
     """Return what `model.vocab_size=auto` stands for, rounded up to `model.vocab_multiple`.
 
     It is that in the config.json of `model.path`, or else that of the largest tokenizer in the data
-    group. A ConfigError if there is none.
+    group. A ConfigError if neither can be read.
     """
     size = 0
     if path := cfg.model.get("path"):
         facts = read_facts(locations.expand_home(path) / "config.json")
         # A model that also reads images has a config of its text.
         size = (facts.get("text_config") or facts).get("vocab_size")
+        if not isinstance(size, int):
+            message = "no config.json with a vocab_size"
+            raise ConfigError.of("model.path", path, message, code=errors.INPUT_NOT_FOUND)
     else:
         values = cast(Any, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
         for key, name in flatten(values.get("data"), "data").items():
             is_of_part = ".train." in key or ".val." in key
             if key.endswith(".tokenizer") and name and not is_of_part:
                 size = max(size, _count_tokens(key, name))
-    if not isinstance(size, int) or size < 1:
-        message = "neither data.tokenizer nor the config.json of model.path has a vocabulary"
+    if not size:
+        message = "neither data.tokenizer nor model.path has a vocabulary"
         raise ConfigError.of(VOCAB, AUTO, message, hint=f"{VOCAB}=50304")
     multiple = cfg.model.get("vocab_multiple") or 1
     return -(-size // multiple) * multiple
