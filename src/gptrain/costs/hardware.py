@@ -56,7 +56,7 @@ _AMPERE = (0.72, 0.76)
 _HOPPER = (0.61, 0.5)
 # B200: Llama of 8 B, bf16, at less than full power: torchao, prototype/mx_formats/README.md.
 _BLACKWELL = (0.37, 0.5)
-_OTHER = (0.6, 0.6)  # an assumption, for generations without published runs
+_REST = (0.6, 0.6)  # an assumption, for generations without published runs
 _TYPES = "float32", "tf32", "float16", "bfloat16"
 # The table of GPUs. A board with two GPUs counts as two devices. Columns: name, words of the name
 # that the driver reports, GiB, TB/s, fastest link within a node, peak TFLOP/s of each of _TYPES (0:
@@ -67,17 +67,17 @@ _A100, _H100, _H100_NVL = (19.5, 156, 312, 312), (67, 494, 989, 989), (60, 417, 
 DEVICES: dict[str, Any] = {
     "v100_sxm2_32gb": ("V100 SXM2 32GB", 32, 0.9, "nvlink2", (15.7, 0, 125, 0), _VOLTA, "2020"),
     "v100_sxm2": ("V100 SXM2", 16, 0.9, "nvlink2", (15.7, 0, 125, 0), _VOLTA, "2020"),
-    "t4": ("T4", 15, 0.32, "pcie3", (8.1, 0, 65, 0), _OTHER, "T4, 2019"),
-    "a10g": ("A10G", 22.5, 0.6, "pcie4", (35, 35, 70, 70), _OTHER, "A10G, 2021"),
-    "a10": ("A10", 22.5, 0.6, "pcie4", (31.2, 62.5, 125, 125), _OTHER, "A10, 2021"),
+    "t4": ("T4", 15, 0.32, "pcie3", (8.1, 0, 65, 0), _REST, "T4, 2019"),
+    "a10g": ("A10G", 22.5, 0.6, "pcie4", (35, 35, 70, 70), _REST, "A10G, 2021"),
+    "a10": ("A10", 22.5, 0.6, "pcie4", (31.2, 62.5, 125, 125), _REST, "A10, 2021"),
     "a100_pcie_80gb": ("A100 80GB PCIe", 80, 1.935, "pcie4", _A100, _AMPERE, "A100, 2022"),
     "a100_pcie_40gb": ("A100 PCIe", 40, 1.555, "pcie4", _A100, _AMPERE, "A100, 2021"),
     "a100_sxm_80gb": ("A100 80GB", 80, 2.039, "nvlink3", _A100, _AMPERE, "A100, 2022"),
     "a100_sxm_40gb": ("A100", 40, 1.555, "nvlink3", _A100, _AMPERE, "A100, 2021"),
-    "l4": ("L4", 22.5, 0.3, "pcie4", (30.3, 60, 121, 121), _OTHER, "L4, 2023"),
-    "l40s": ("L40S", 45, 0.864, "pcie4", (91.6, 183, 362, 362), _OTHER, "L40S, 2023"),
-    "rtx_3090": ("RTX 3090", 24, 0.936, "pcie4", (35.6, 35.6, 71, 71), _OTHER, "GA102, 2021"),
-    "rtx_4090": ("RTX 4090", 24, 1.008, "pcie4", (82.6, 82.6, 165.2, 165.2), _OTHER, "AD102 2022"),
+    "l4": ("L4", 22.5, 0.3, "pcie4", (30.3, 60, 121, 121), _REST, "L4, 2023"),
+    "l40s": ("L40S", 45, 0.864, "pcie4", (91.6, 183, 362, 362), _REST, "L40S, 2023"),
+    "rtx_3090": ("RTX 3090", 24, 0.936, "pcie4", (35.6, 35.6, 71, 71), _REST, "GA102, 2021"),
+    "rtx_4090": ("RTX 4090", 24, 1.008, "pcie4", (82.6, 82.6, 165.2, 165.2), _REST, "AD102, 2022"),
     "h100_pcie": ("H100 PCIe", 79.6, 2.0, "pcie5", (51, 378, 756, 756), _HOPPER, "H100, 2023"),
     "h100_nvl": ("H100 NVL", 93.6, 3.9, "nvlink4_bridge", _H100_NVL, _HOPPER, "H100, 2024"),
     "h100_sxm": ("H100", 79.6, 3.35, "nvlink4", _H100, _HOPPER, "H100, 2023"),
@@ -86,7 +86,7 @@ DEVICES: dict[str, Any] = {
     "h200": ("H200", 140.4, 4.8, "nvlink4", _H100, _HOPPER, "H200, 2024"),
     "gb200": ("GB200", 185, 8.0, "nvlink5", (80, 1250, 2500, 2500), _BLACKWELL, "NVL72, 2024"),
     "b200": ("B200", 179, 7.7, "nvlink5", (80, 1100, 2250, 2250), _BLACKWELL, "HGX B200, 2025"),
-    "mi300x": ("MI300X", 192, 5.3, "infinity_fabric_4", (163.4, 653.7, 1307, 1307), _OTHER, "2023"),
+    "mi300x": ("MI300X", 192, 5.3, "infinity_fabric_4", (163.4, 653.7, 1307, 1307), _REST, "2023"),
 }  # fmt: skip
 # A driver's name with one of these words is a MIG slice, or a slower variant of a GPU in the table.
 _NOT_IN_TABLE = {"MIG", "LAPTOP", "MOBILE", "MAX", "D"}
@@ -165,8 +165,9 @@ def machine_of(
     flops_per_s = {kind: matmul * n * 1e12 for kind, n in zip(_TYPES, tflops, strict=True) if n}
     memory_bytes, bandwidth = gib * 2**30 - _CONTEXT_BYTES, _BANDWIDTH * tb_per_s * 1e12
     source = f"data sheet, {sheet}; {near.name}, {far.name}"
-    speeds: Any = (memory_bytes, flops_per_s, bandwidth, near, far, source, matmul, attention)
-    return Machine(name, n_local, *speeds)
+    return Machine(
+        name, n_local, memory_bytes, flops_per_s, bandwidth, near, far, source, matmul, attention
+    )
 
 
 def this_cpu(n_local: int) -> Machine:

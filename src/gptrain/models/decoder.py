@@ -64,8 +64,6 @@ class Decoder(nn.Module):
         self, vocab_size: int, d_model: int, n_heads: int, n_layers: int, max_seq_len: int,
         tie_head: bool, d_head: int | None = None,
     ):  # fmt: skip
-        if d_head is None and d_model % n_heads:
-            raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
         super().__init__()
         # Draw only one number from the global generator, on the CPU whatever the default device is.
         self._init_seed = int(torch.randint(2**62, (), device="cpu"))
@@ -75,6 +73,8 @@ class Decoder(nn.Module):
         self.n_layers = n_layers
         self.max_seq_len = max_seq_len
         self.tie_head = tie_head
+        if d_head is None and d_model % n_heads:
+            raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
         self.d_head = d_head or d_model // n_heads
         with torch.device("meta"):
             self.token_embedding = make_embedding(vocab_size, d_model)
