@@ -1,8 +1,8 @@
-"""Let Hydra find and merge the yaml files of a choice of groups once for all tests.
+"""Let Hydra parse each override, and find and merge the yaml files of groups, once for all tests.
 
 A run composes its config, which takes 0.1 s, more than the steps of a tiny run. Most tests choose
-the same groups. Overrides of keys, references and checks are not cached. If a yaml file has
-changed, nothing is taken from the cache.
+the same groups. References and checks are not cached. If a yaml file has changed, nothing is taken
+from the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import omegaconf._utils
+import omegaconf.base
+import omegaconf.omegaconf
+import yaml
 from hydra._internal import config_loader_impl, config_repository, defaults_list
+from hydra.core.override_parser import overrides_parser
 from omegaconf import DictConfig, ListConfig, Node, ValueNode
 
 made: dict[tuple, bytes] = {}  # pickled: loading is five times as fast as `deepcopy`
@@ -32,11 +37,24 @@ def compose_once() -> None:
         (defaults_list, "_create_defaults_list", _find_once),
         (loader, "_compose_config_from_defaults_list", _make_once),
         (config_repository.ConfigRepository, "load_config", _make_once),
+        (overrides_parser.OverridesParser, "parse_rule", _parse_once),
+        (omegaconf.base, "parse", cache),
+        (omegaconf._utils, "parse", cache),
     ):
         if hasattr(owner, name):
             patch.object(owner, name, wrap(getattr(owner, name))).start()
+    if yaml.__with_libyaml__:
+        patch.object(omegaconf.omegaconf, "get_omega_conf_dumper", _fast_dumper).start()
     for node in (DictConfig, ListConfig, *ValueNode.__subclasses__()):
         node.__deepcopy__ = _copy
+
+
+@cache
+def _fast_dumper() -> type:
+    """Return OmegaConf's dumper with the emitter of libyaml, which writes the same in C."""
+    known = ("str_representer", "yaml_representers", "yaml_implicit_resolvers")
+    slow = omegaconf._utils.get_omega_conf_dumper()
+    return type("Dumper", (yaml.CDumper,), {name: getattr(slow, name) for name in known})
 
 
 def _shallow(original: Any) -> Any:
@@ -99,6 +117,11 @@ def _make_once(make: Callable) -> Callable:
         return _made(key, lambda: make(self, **given))
 
     return make_or_find
+
+
+def _parse_once(parse: Callable) -> Callable:
+    """Cache what an override means."""
+    return wraps(parse)(lambda self, *text: _made(("rule", *text), lambda: parse(self, *text)))
 
 
 def _made(key: tuple, make: Callable[[], Any]) -> Any:

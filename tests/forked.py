@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import start_processes
 
 from gptrain.lit import measure
 from gptrain.runtime import launch
@@ -49,6 +51,7 @@ def forked_ranks(out: Path, err: Path) -> Iterator[None]:
     server()
     with (
         patch.object(launch, "elastic_launch", partial(start_forked, out, err)),
+        patch.object(torch.multiprocessing, "spawn", partial(spawn_forked, out, err)),
         patch.object(measure, "measure_matmul", some_flops_per_s),
     ):
         yield
@@ -63,16 +66,33 @@ def start_forked(
     return lambda _, *command: elastic_launch(config, run_command)(*place, *command)
 
 
-def run_command(
-    out: Path, err: Path, environment: dict[str, str], folder: str, script: str, *words: str
-) -> None:
-    """Run a Python script as a rank, with its output in these files."""
-    measure.measure_matmul = some_flops_per_s
+def spawn_forked(out: Path, err: Path, function: Callable, arguments: tuple, n_ranks: int) -> None:
+    """Run a function in forked processes, as `torch.multiprocessing.spawn` does."""
+    place = (function, out, err)
+    start_processes(run_function, (*place, *arguments), n_ranks, start_method="forkserver")
+
+
+def run_function(rank: int, function: Callable, out: Path, err: Path, *arguments: Any) -> None:
+    """Call a function in a rank, with its output in these files."""
+    append_output(out, err)
+    function(rank, *arguments)
+
+
+def append_output(out: Path, err: Path) -> None:
+    """Append the output of this process to these files."""
     sys.stdout.flush()
     for path, fd in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, fd)
         os.close(file)
+
+
+def run_command(
+    out: Path, err: Path, environment: dict[str, str], folder: str, script: str, *words: str
+) -> None:
+    """Run a Python script as a rank, with its output in these files."""
+    measure.measure_matmul = some_flops_per_s
+    append_output(out, err)
     ends = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     is_of_torchrun = lambda name: name.endswith(ends) or name.startswith("TORCHELASTIC_")  # noqa: E731
     of_torch = {name: os.environ[name] for name in filter(is_of_torchrun, os.environ)}

@@ -22,7 +22,7 @@ import gptrain
 from gptrain import data, loss, models, optim
 from gptrain.text import sampling
 from tests.golden import as_lines, check, masked
-from tests.refused.commands import Answer, answer
+from tests.refused.commands import RUN, Answer, answer
 from tests.run import ROOT, Run, new_place, train
 
 ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
@@ -170,7 +170,7 @@ def test_what_python_returns(rows, monkeypatch):
         outputs()
     monkeypatch.chdir(folder())
     names = {"gptrain": gptrain, "json": json, "np": np, "torch": torch, "gzip": gzip}
-    names["read"] = load_file
+    names |= {"read": load_file, "RUN": RUN.split()}
     for module in (data, models, optim, loss, sampling):
         names |= vars(module)
     parts = []

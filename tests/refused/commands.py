@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+from tests.forked import forked_ranks
 from tests.run import new_place, redirected, run_script
 
 COMMANDS = ("collectives", "export", "generate", "plan", "runs")
@@ -110,8 +111,9 @@ def answer(line: str, folder: Path) -> Answer:
     variables["GPTRAIN_OUTPUT_DIR"] = str(outputs)
     here = os.getcwd()
     os.chdir(folder)
+    started = forked_ranks(output / "out", output / "err")
     try:
-        with redirected(output), patch.dict(os.environ, variables):
+        with redirected(output), patch.dict(os.environ, variables), started:
             code = run_script(words, module)
     finally:
         os.chdir(here)
