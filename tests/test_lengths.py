@@ -88,14 +88,11 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
         net = torch.nn.Sequential(torch.nn.Embedding(vocab_size, 1), torch.nn.Linear(1, vocab_size))
         for parameter in net.parameters():
             torch.nn.init.zeros_(parameter)  # every token is as likely as any other
-        module = LanguageModel(
-            net, lambda net: None, lambda optimizer: {},
-            token_bytes=torch.full((vocab_size,), width),
-        )  # fmt: skip
+        widths = torch.full((vocab_size,), width)
+        module = LanguageModel(net, lambda net: None, lambda optimizer: {}, token_bytes=widths)
         trainer = pl.Trainer(accelerator="cpu", strategy=OneDevice(Parallel()), logger=False,
                              enable_progress_bar=False, enable_checkpointing=False)  # fmt: skip
-        loader = DataLoader(data, batch_size=4, collate_fn=collate)
-        trainer.validate(module, loader, verbose=False)
+        trainer.validate(module, DataLoader(data, 4, collate_fn=collate), verbose=False)
         metrics = module.take_evaluation("val")
         assert metrics["val/loss"] == pytest.approx(width * math.log(256), rel=1e-6)
         assert [*metrics] == ["val/loss", "val/perplexity", "val/bits_per_byte"]

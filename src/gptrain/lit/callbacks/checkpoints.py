@@ -197,6 +197,7 @@ class Checkpoints(Checkpoint):
         waits = is_last or n_parameters < _BACKGROUND_PARAMETERS or not self.options.background
 
         def write(tensors: Mapping[str, Tensors], rest: dict[str, Any]) -> None:
+            """Save what Lightning has collected, and what an exact resume needs in addition."""
             resume.add_state(trainer, rest)
             about = {"config": self.identity, "phase_s": self.guard.phase_s}
             self.store.save(step, tensors, rest, in_background=not waits, **about)

@@ -22,9 +22,9 @@ STATE = ("rng", "logged", "frozen")  # keys of add_state
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys of STATE: `rng` (state of the random generators of each
-    rank), `logged` (result of `reproducible_metrics`) and `frozen` (names of the parameters that
-    are not trained). All ranks must call this function.
+    Adds the keys of STATE: `rng` (state of the random generators of each rank), `logged` (result of
+    `reproducible_metrics`) and `frozen` (names of the parameters that are not trained). All ranks
+    must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     checkpoint["rng"] = gather(capture(trainer.strategy.root_device))
@@ -106,7 +106,7 @@ def _follow_schedule(trainer: Trainer) -> None:
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler
         groups = scheduler.optimizer.param_groups
-        if hasattr(scheduler, "base_lrs"):  # changed options, or fewer groups than were saved
+        if hasattr(scheduler, "base_lrs"):  # the options and the number of groups may be others
             scheduler.base_lrs = [group["initial_lr"] for group in groups]
         if not isinstance(scheduler, LambdaLR):
             continue
