@@ -201,6 +201,7 @@ def _find_wider(tokens: np.ndarray, vocab_size: int | None) -> str | None:
 
     Of a wider type, the upper half of each token is 0, if the ids are small.
     """
+    tokens = tokens[: len(tokens) // 4 * 4]  # full tokens of a wider type
     is_narrow = tokens.dtype != "int64" and len(tokens) >= 16 and tokens.any()
     if is_narrow and not tokens[1::2].any():
         return "uint32" if tokens.dtype == "uint16" and tokens[2::4].any() else "int64"
