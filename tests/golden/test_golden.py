@@ -193,8 +193,8 @@ def keys_of(file: Path) -> list[str] | None:
     """Return the keys of a file of a run, or None for a file without keys."""
     if file.suffix == ".json" and file.name != "tokenizer.json":
         keys = flat(json.loads(file.read_text()))
-        # Outside of a git checkout, and with other packages, these two hold other keys.
-        return sorted({re.sub(r"^(git|versions)\..*", r"\1", key) for key in keys})
+        # Without git, with other packages, and after a kill, these three hold other keys.
+        return sorted({re.sub(r"^(git|versions|phase_s)\..*", r"\1", key) for key in keys})
     if file.suffix == ".jsonl":
         return sorted({key for line in file.read_text().splitlines() for key in json.loads(line)})
     if file.suffix == ".csv":
