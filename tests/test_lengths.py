@@ -22,8 +22,6 @@ from gptrain.core.lengths import (
 )
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
-from gptrain.lit.strategies.base import OneDevice
-from gptrain.parallel.base import Parallel
 from tests.command_line import compose_run
 
 
@@ -88,13 +86,16 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
         net = torch.nn.Sequential(torch.nn.Embedding(vocab_size, 1), torch.nn.Linear(1, vocab_size))
         for parameter in net.parameters():
             torch.nn.init.zeros_(parameter)  # every token is as likely as any other
-        widths = torch.full((vocab_size,), width)
-        module = LanguageModel(net, lambda net: None, lambda optimizer: {}, token_bytes=widths)
-        trainer = pl.Trainer(accelerator="cpu", strategy=OneDevice(Parallel()), logger=False,
-                             enable_progress_bar=False, enable_checkpointing=False)  # fmt: skip
-        trainer.validate(module, DataLoader(data, 4, collate_fn=collate), verbose=False)
-        metrics = module.take_evaluation("val")
+        module = LanguageModel(
+            net, lambda net: None,
+            token_bytes=torch.full((vocab_size,), width),
+        )  # fmt: skip
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False,
+                             enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
+        loader = DataLoader(data, batch_size=4, collate_fn=collate)
+        (tested,) = trainer.test(module, loader, verbose=False)
+        (metrics,) = trainer.validate(module, loader, verbose=False)
         assert metrics["val/loss"] == pytest.approx(width * math.log(256), rel=1e-6)
-        assert [*metrics] == ["val/loss", "val/perplexity", "val/bits_per_byte"]
+        assert [*tested] == ["test/loss", "test/perplexity", "test/bits_per_byte"]
         measured.append(float(metrics["val/bits_per_byte"]))
     assert measured == pytest.approx([8.0, 8.0], rel=1e-6)

@@ -55,10 +55,7 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
     from gptrain.parallel.base import Parallel
 
     net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8, dropout=0.0)
-    module = LanguageModel(
-        net, lambda m: torch.optim.AdamW(m.parameters(), fused=fused),
-        lambda optimizer: {"scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer)},
-    )  # fmt: skip
+    module = LanguageModel(net, lambda m: torch.optim.AdamW(m.parameters(), fused=fused))
     data = torch.utils.data.DataLoader(DummyTextDataset(8, 9, 31), 8, collate_fn=collate)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     strategy = OneDevice(Parallel())

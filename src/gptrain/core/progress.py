@@ -1,9 +1,13 @@
 """A progress bar for long work on files, shown in a terminal only."""
 
+from __future__ import annotations
+
 import os
 import threading
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 def progress_bar(what: str, n_bytes: int) -> tqdm:
@@ -16,8 +20,11 @@ def progress_bar(what: str, n_bytes: int) -> tqdm:
         what: Text in front of the bar.
         n_bytes: Number of bytes at the end.
     """
+    from tqdm import tqdm  # imported late: `gptrain.plan` runs without tqdm installed
+
     tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore that a killed run leaks
+    is_first = os.environ.get("RANK", "0") == "0"
     return tqdm(
         desc=what, total=n_bytes, unit="B", unit_scale=True, delay=2, leave=False,
-        disable=None if os.environ.get("RANK", "0") == "0" else True,
+        disable=None if is_first else True,
     )  # fmt: skip

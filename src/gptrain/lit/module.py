@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from gptrain.core.errors import DataError
 from gptrain.lit.strategies.base import GPTStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, sum_dtype
 from gptrain.models.attention import layout_argument
-from gptrain.parallel.base import Batch
+from gptrain.parallel.base import Batch, Parallel
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import reshard
 
@@ -24,8 +25,8 @@ from gptrain.parallel.state import reshard
 class LanguageModel(pl.LightningModule):
     """LightningModule that trains a net `tokens (B, T) -> logits (B, T, V)` to predict tokens.
 
-    It needs a strategy of gptrain in its Trainer. A subclass may override any of Lightning's hooks.
-    `self.loss(tokens, targets)` works under every strategy. `self.net(tokens)` works under every
+    A subclass may override any of Lightning's hooks. `self.loss(tokens, targets)` works under every
+    strategy. `self.net(tokens)` works under every
     strategy except `pipeline` and `ddp_pipeline`, where no rank holds all layers. A batch has
     tokens (B, T), targets (B, T) and, with `data.documents=masked`, the index of each token's
     document (B, T). The keys of the config's `module` group are passed to the subclass as keyword
@@ -47,7 +48,8 @@ class LanguageModel(pl.LightningModule):
             lists.
         make_optimizer: Function that builds the optimizer for the parameters of a module.
         make_schedule: Function that builds Lightning's `lr_scheduler` dict for an optimizer. It is
-            stepped after each optimizer step, unless the dict has another `interval`.
+            stepped after each optimizer step, unless the dict has another `interval`. None for no
+            schedule.
         loss: Label smoothing and z-loss of the training loss, None for neither. `val/loss` and
             `test/loss` are the cross entropy alone.
         metrics: Name -> metric. In validation and test each metric is updated with logits (N, V)
@@ -60,7 +62,7 @@ class LanguageModel(pl.LightningModule):
         self,
         net: nn.Module,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        make_schedule: Callable[[torch.optim.Optimizer], dict[str, Any]],
+        make_schedule: Callable[[torch.optim.Optimizer], dict[str, Any]] | None = None,
         loss: LossOptions | None = None,
         metrics: Mapping[str, Metric] | None = None,
         token_bytes: Tensor | None = None,
@@ -110,7 +112,7 @@ class LanguageModel(pl.LightningModule):
             IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         batch = Batch(tokens, targets, documents)
-        return self._strategy.parallel.mean_loss(self.net, batch, self._loss_options)
+        return self._parallel.mean_loss(self.net, batch, self._loss_options)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Return the loss of a batch, `self.loss(*batch)`."""
@@ -125,6 +127,15 @@ class LanguageModel(pl.LightningModule):
 
     test_step = validation_step
 
+    def on_validation_epoch_end(self) -> None:
+        """Log the values of `take_evaluation`, which are none if they were taken before.
+
+        In a run of gptrain `TrainingMonitor` takes and logs them before this hook.
+        """
+        self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
+
+    on_test_epoch_end = on_validation_epoch_end
+
     def evaluate(
         self,
         tokens: Tensor,
@@ -134,15 +145,14 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums of the evaluation and update the metrics.
 
-        All ranks that compute one net together must call this method. `TrainingMonitor` logs the
-        results of `take_evaluation` at the end. The other arguments, and the errors, are those of
-        `loss`.
+        All ranks that compute one net together must call this method. `take_evaluation` returns the
+        results. The other arguments, and the errors, are those of `loss`.
 
         Args:
             part: Name of the part of a mixture whose loss is also logged separately. None for no
                 part.
         """
-        parallel = self._strategy.parallel
+        parallel = self._parallel
         batch = Batch(tokens, targets, documents)
         is_counted = targets != IGNORED  # (B, T)
         nats = parallel.loss_sum(self.net, batch, PLAIN_CROSS_ENTROPY)
@@ -175,9 +185,8 @@ class LanguageModel(pl.LightningModule):
                 are -100.
         """
         values: dict[str, Tensor] = {}
-        strategy = self._strategy
         for part, sums in self._eval_sums.items():  # all ranks have the parts in the same order
-            nats, n_targets, *n_bytes = strategy.reduce(sums, reduce_op="sum")
+            nats, n_targets, *n_bytes = self.trainer.strategy.reduce(sums, reduce_op="sum")
             if float(n_targets) == 0:  # the mean loss of no target is not defined
                 name = f"{prefix} (part {part})" if part else prefix
                 raise DataError(f"data.{name}: {NO_TARGET}")
@@ -189,7 +198,7 @@ class LanguageModel(pl.LightningModule):
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                values |= _named_scalars(name, strategy.parallel.broadcast_metric(metric.compute))
+                values |= _named_scalars(name, self._parallel.broadcast_metric(metric.compute))
                 metric.reset()
         self._eval_sums = {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
@@ -214,8 +223,8 @@ class LanguageModel(pl.LightningModule):
         """
         return self._optimizer_factory(module)
 
-    def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Build Lightning's `lr_scheduler` dict of the config group `scheduler`.
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Build Lightning's `lr_scheduler` dict of the config group `scheduler`; None without one.
 
         A subclass may call this method in its own configure_optimizers. The schedule follows the
         optimizer steps, unless its dict has another `interval`.
@@ -223,16 +232,21 @@ class LanguageModel(pl.LightningModule):
         Raises:
             ConfigError: If the length of a phase is a fraction of a run of unknown length.
         """
+        if self._schedule_factory is None:
+            return None
         return {"interval": "step", **self._schedule_factory(optimizer)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the schedule of the config for the parameters of this module.
 
-        Raises the errors of `make_optimizer` and `make_schedule`.
+        Returns the optimizer alone if there is no schedule. Raises the errors of `make_optimizer`
+        and `make_schedule`.
         """
         optimizer = self.make_optimizer(self)
-        schedule = cast(LRSchedulerConfigType, self.make_schedule(optimizer))
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        schedule = self.make_schedule(optimizer)
+        if schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": cast(LRSchedulerConfigType, schedule)}
 
     def clip_gradients(
         self,
@@ -243,7 +257,8 @@ class LanguageModel(pl.LightningModule):
         """Clip the gradients by the norm of the gradients of the full net, over all ranks.
 
         Collective. Lightning calls this method once per optimizer step; without a
-        `gradient_clip_val` it only measures the norm. Clipping by value is left to Lightning.
+        `gradient_clip_val` it only measures the norm. Clipping by value, and clipping under a
+        strategy that is not gptrain's, is left to Lightning.
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients of fused
         optimizers, which remove it themselves. This method removes it before it clips.
@@ -252,19 +267,24 @@ class LanguageModel(pl.LightningModule):
             IncompatibleModelError: If other code has changed the gradients of a pipeline.
             RefusedStepError, DataError: As in `GPTStrategy.clip`.
         """
-        self._strategy.parallel.check_gradients()
-        if gradient_clip_algorithm not in (None, "norm"):
+        strategy = self.trainer.strategy
+        self._parallel.check_gradients()
+        is_by_norm = gradient_clip_algorithm in (None, "norm")
+        if not isinstance(strategy, GPTStrategy) or not is_by_norm:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
-        self._strategy.clip(optimizer, gradient_clip_val)
+        strategy.clip(optimizer, gradient_clip_val)
 
     @property
-    def _strategy(self) -> GPTStrategy:
-        """Strategy of the run, whose `parallel` computes losses and logits."""
-        return cast(GPTStrategy, self.trainer.strategy)
+    def _parallel(self) -> Parallel:
+        """Object that computes losses and logits: that of the run's strategy, if it is gptrain's."""
+        with suppress(RuntimeError):  # `self.trainer` raises RuntimeError without a Trainer
+            if isinstance(strategy := self.trainer.strategy, GPTStrategy):
+                return strategy.parallel
+        return Parallel()
 
 
 def _named_scalars(name: str, value: Any) -> dict[str, Tensor]:
