@@ -280,7 +280,7 @@ class LanguageModel(pl.LightningModule):
 
     @property
     def _parallel(self) -> Parallel:
-        """Object that computes losses and logits: that of the run's strategy, if it is gptrain's."""
+        """Object that computes losses and logits: that of the run's strategy, if it has one."""
         with suppress(RuntimeError):  # `self.trainer` raises RuntimeError without a Trainer
             if isinstance(strategy := self.trainer.strategy, GPTStrategy):
                 return strategy.parallel
