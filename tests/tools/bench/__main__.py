@@ -20,7 +20,6 @@ from gptrain.costs.net import net_of, train_flops_per_token
 from tests.tools import bench as package
 from tests.tools.bench import target
 from tests.tools.bench.result import summarize, table
-from tests.tools.bench.target import CONFIGS
 from tests.tools.bench.turns import Contestant
 
 # Overrides of each size, which typed overrides follow. A step takes about 1 ms, 0.1 s and 2 s on a
@@ -51,7 +50,7 @@ class BenchRun(RunConfig):
     steps: Count = 2  # number of steps in a turn
     loops: list[Literal[LOOPS]] = Field([*LOOPS])
     target_loss: Literal["first"] | Positive | None = None
-    configs: Annotated[list[Name], Field(min_length=1)] = Field([*CONFIGS])
+    configs: Annotated[list[Name], Field(min_length=1)] | None = None  # None: CONFIGS
     seeds: Count = 3
 
 
