@@ -138,7 +138,8 @@ def load_net_state(
     state = net.state_dict()
     held = {saved_name(name) if is_module else name: tensor for name, tensor in state.items()}
     # A stage of a pipeline holds some of the tensors. A tied one is saved under its first name.
-    tensors, further = full_net.state_dict() | held, tied_names(full_net)
+    tensors = full_net.state_dict() | held
+    further = tied_names(full_net).keys() | (map(saved_name, tied_names(net)) if is_module else ())
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in further}
     tables = _find_tables(full_net, own, saved) if resizes else {}
     differing, notes = _compare(own, saved, tables, strict)
