@@ -8,8 +8,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger
@@ -43,8 +45,8 @@ class TrainingMonitor(Callback):
     without `perf/` promises the same value after an exact resume.
 
     A run that was asked to stop during training saves its step and ends on all ranks at the same
-    step, which the ranks choose by a vote, with a PreemptedError. Before the first step, without
-    checkpoints and in task=validate or task=test the rank that received the signal ends at once.
+    step, which the ranks choose by a vote, with a PreemptedError. Before the first step and in
+    task=validate or task=test the rank that received the signal ends at once.
 
     Attributes:
         every_n_steps: Optimizer steps between two logged steps.
@@ -70,6 +72,7 @@ class TrainingMonitor(Callback):
 
     def __post_init__(self) -> None:
         self.first_step: int | None = None
+        self._votes = Vote(1)  # on stopping, in a fit without checkpoints
         self._lr = 0.0  # learning rate of the last step, of the first parameter group
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
@@ -116,13 +119,18 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """End the run by a PreemptedError, if it was asked to stop and the step is saved."""
         cast(Any, trainer).log_every_n_steps = self.every_n_steps
-        if self.checkpoints is None:
-            self.guard.leave_if_asked()
-        else:
-            self.checkpoints.leave_if_saved(trainer)
+        self._leave_if_agreed(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
             self._is_paused = False
+
+    def _leave_if_agreed(self, trainer: Trainer) -> None:
+        """Raise a PreemptedError if the ranks have agreed to stop and nothing is left to save."""
+        if self.checkpoints is not None:
+            self.checkpoints.leave_if_saved(trainer)
+        elif self._votes.ask(bool(self.guard.stop))[0]:
+            self._votes.close()  # no rank may end while another one still begins this vote
+            raise PreemptedError
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -166,6 +174,7 @@ class TrainingMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise the errors of `StepGuard.read` for the last step."""
         self.guard.beat(phase="end")
+        self._votes.close()
         self.step_guard.read()
 
     # Evaluations
@@ -185,8 +194,10 @@ class TrainingMonitor(Callback):
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Send a heartbeat, and end a run that saves nothing if it was asked to stop."""
         self.guard.beat(phase="test" if trainer.testing else "validate")
-        if self.checkpoints is None or trainer.state.fn != "fit":
+        if trainer.state.fn != "fit":
             self.guard.leave_if_asked()
+        elif self.checkpoints is None:
+            self._leave_if_agreed(trainer)
 
     on_test_batch_end = on_validation_batch_end
 
