@@ -21,7 +21,7 @@ The tokenizer is read from the run's folder. After data=tokens, copy its tokeniz
 """
 
 import sys
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, NonNegativeFloat
 
@@ -97,8 +97,7 @@ def generate(cfg: GenerateRun) -> None:
     device, which = accelerator_of(cfg.trainer.accelerator), cfg.ckpt_path or "best"
     set_threads(1)  # this process may use all cores
     with as_config_errors(cfg, "from_run", BAD_DATA):
-        loaded: Any = load(cfg.from_run, which, trust=cfg.trust, with_tokenizer=True)
-    net, tokenizer = loaded
+        net, tokenizer = cast(Any, load(cfg.from_run, which, trust=cfg.trust, with_tokenizer=True))
     if tokenizer is None:
         message, hint = "has no tokenizer", "copy the tokenizer.json of its data into the folder"
         raise ConfigError.of("from_run", cfg.from_run, message, hint=hint, code=INPUT_NOT_FOUND)
@@ -106,10 +105,9 @@ def generate(cfg: GenerateRun) -> None:
     if not prompts and not cfg.interactive:
         prompts = ["\n"]
     is_chat = cfg.interactive and tokenizer.chat_template if cfg.chat is None else cfg.chat
-    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    limits = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
-    net = net.to(device)
-    writer = Writer(net, tokenizer, sampling, cfg.n_tokens, stop, cfg.seed, bool(is_chat))
+    writer = Writer(net.to(device), tokenizer, limits, cfg.n_tokens, stop, cfg.seed, bool(is_chat))
     for number, prompt in enumerate(prompts):
         if number:
             print("---")
