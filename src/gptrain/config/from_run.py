@@ -10,7 +10,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gptrain.checkpoints.signature import read_signed_record
-from gptrain.config.compose import key_of
+from gptrain.config.compose import key_of, open_hydra
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, first_line
 from gptrain.core.locations import expand_home
 
@@ -31,9 +31,9 @@ def expand(typed: list[str]) -> list[str]:
     values = {key_of(word): word.partition("=")[2] for word in typed}
     if values.get("from_run", "") in ("", "null"):
         return typed
-    word = OverridesParser.create().parse_override(f"from_run={values['from_run']}")
-    folder = str(word.value())  # without quotes
-    saved = [word for word in read_overrides(folder, values) if not is_left_out(word)]
+    with open_hydra(typed):  # a value that Hydra cannot read is an error of the key
+        (run,) = OverridesParser.create().parse_overrides([f"from_run={values['from_run']}"])
+    saved = [w for w in read_overrides(str(run.value()), values) if not is_left_out(w)]
     kept = [word for word in saved if key_of(word) not in values]
     done = {f"~{key_of(word)}" for word in saved}  # removed an override of the run
     return [*kept, *(word for word in typed if word not in done)]
