@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -279,8 +279,9 @@ def report_ending(
     if ending.code == errors.DONE or not (is_first or cfg.debug):
         return
     if ending.code == errors.PREEMPTED:
-        print(labels.line("stopped", ending.line))
-        print(labels.line("next", facts.get("resume")), flush=True)
+        with suppress(OSError):  # the terminal may be gone; status.json has both
+            print(labels.line("stopped", ending.line))
+            print(labels.line("next", facts.get("resume")), flush=True)
     else:
         print(ending.trace + ending.line, file=sys.stderr, flush=True)
 
