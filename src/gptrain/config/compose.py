@@ -154,7 +154,8 @@ def _did_you_mean(key: str, known: Iterable[str]) -> str:
     names = {*known, *(name.split(".")[0] for name in known)}
     leaf = key.rpartition(".")[2]  # the group of the key may be missing or wrong
     same_leaf = sorted((name for name in known if name.endswith(f".{leaf}")), key=len)
-    near = get_close_matches(key, names, 1, cutoff=0.75) or same_leaf
+    same_letters = [name for name in names if sorted(name) == sorted(key)]
+    near = same_letters or get_close_matches(key, names, 1, cutoff=0.75) or same_leaf
     return f", did you mean {near[0]}? (new keys need +)" if near else ""
 
 
