@@ -249,11 +249,11 @@ class Checkpoints(Checkpoint):
         if is_over:
             self._interval_start_s = monotonic()
         save = self.store.unfinished
-        is_writing = save is not None and not save.written.done()
-        stops, saves, is_writing = self._votes.ask(bool(self.guard.stop), is_over, is_writing)
+        is_missing = save is None or not save.written.done()
+        stops, saves, is_missing = self._votes.ask(bool(self.guard.stop), is_over, is_missing)
         self._stopping |= stops
         self._time_is_up |= saves
-        self._is_written = not is_writing
+        self._is_written = not is_missing
 
     def _prune(self) -> None:
         """Remove all checkpoints except the newest ones and the best one, also from the mirror."""

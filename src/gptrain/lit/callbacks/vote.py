@@ -1,5 +1,7 @@
 """Non-blocking votes of all ranks."""
 
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 
@@ -7,20 +9,23 @@ import torch.distributed as dist
 class Vote:
     """Repeated yes-or-no votes of all ranks that do not wait: results are known at the next call.
 
-    The result is yes, on all ranks, if any rank voted yes. All ranks must build the object, after
-    the process group, and call its methods in the same order.
+    The result is yes, on all ranks, if any rank voted yes. All ranks must call the methods in the
+    same order, after the process group was made.
 
     Args:
         n_votes: Number of questions.
     """
 
     def __init__(self, n_votes: int):
-        self._group = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            is_gloo = dist.get_backend() == "gloo"
-            self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
         self._votes = torch.zeros(n_votes, dtype=torch.uint8)
         self._pending: dist.Work | None = None
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        """Group of all ranks on gloo, or None with one rank."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def ask(self, *votes: bool) -> list[bool]:
         """Start new votes, and return the results of those that the previous call started.
