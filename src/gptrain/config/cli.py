@@ -5,6 +5,7 @@ Nothing is written before the config was checked. See `main`.
 
 import argparse
 import csv
+import json
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ from gptrain.config.from_run import expand, is_left_out
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import ConfigError, JobFailedError, ending_of, first_line
 from gptrain.core.schema import RunConfig
+from gptrain.core.small_files import flatten
 from gptrain.runs import table as runs
 from gptrain.runtime.process import CHECKED, adopt_launcher, this_process
 
@@ -95,8 +97,9 @@ def run_command(
             raise ConfigError.of("", None, f"{unknown[0]}: no such flag", hint="--help")
         is_expanded = CHECKED in os.environ or not schema.expands_run
         words = args.overrides if is_expanded else expand(args.overrides)
-        added = schema.model_construct().model_dump()  # a key of every run has no default here
-        words = [*(shell.override(f"+{key}", value) for key, value in added.items()), *words]
+        # A key of every run has no default here. Hydra reads a value of JSON as the same value.
+        added = flatten(schema.model_construct().model_dump())
+        words = [*(f"+{key}={json.dumps(value)}" for key, value in added.items()), *words]
         if args.help or args.cfg:
             show(parser, words, args.cfg)
         elif args.multirun:

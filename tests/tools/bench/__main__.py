@@ -50,7 +50,7 @@ class BenchRun(RunConfig):
     steps: Count = 2  # number of steps in a turn
     loops: list[Literal[LOOPS]] = Field([*LOOPS])
     target_loss: Literal["first"] | Positive | None = None
-    configs: Annotated[list[Name], Field(min_length=1)] | None = None  # None: CONFIGS
+    configs: Annotated[list[Name], Field(min_length=1)] = Field([*target.CONFIGS])
     seeds: Count = 3
 
 

@@ -52,7 +52,7 @@ def race(cfg: Any, words: list[str]) -> list[dict[str, Any]]:
         CalledProcessError: If a run fails.
     """
     results: list[dict[str, Any]] = []
-    for number, config in enumerate(cfg.configs or CONFIGS):
+    for number, config in enumerate(cfg.configs):
         runs: list[dict[str, Any]] = []
         for seed in range(cfg.seed, cfg.seed + cfg.seeds):
             aim = cfg.target_loss
