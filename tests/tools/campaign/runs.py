@@ -113,7 +113,6 @@ class Lab:
 def become_run(words: list[str], log: Path) -> None:
     """Run the command in this child process and exit, with the output in a file."""
     os.setsid()
-    os.environ["OMP_NUM_THREADS"] = "1"
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     launch.elastic_launch = partial(start_forked, log, log, method="fork")

@@ -32,7 +32,7 @@ SCENARIOS = (
     Scenario("F03", "SIGKILL of all processes", KILL, target="group", codes=(-9,), tries=100),
     Scenario("F04", "SIGKILL of the launcher", KILL, target="launcher", codes=(-9,), quick=True),
     Scenario("F05", "faults until done", ("SIGKILL", "SIGUSR1"), codes=(0, 70, 75), within_s=60.0,
-             until_done=True, reference=("trainer.max_steps=400",)),
+             until_done=True, reference=("trainer.max_steps=1000",)),
     Scenario("F06", "a signal to one rank", ("SIGTERM", "SIGUSR1", "SIGINT"),
              (*STEP, "setup", "start"), **TOLD, tries=80),
     *(Scenario("F06", f"the same, {strategy}", ("SIGTERM",), STEP, **TOLD, reference=(strategy,))
