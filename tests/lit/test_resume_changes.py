@@ -22,8 +22,9 @@ def groups(run, step) -> list[dict]:
     return run.state(step)["optimizer"]["groups"]
 
 
-def test_a_new_learning_rate_is_used_logged_and_saved(fit, tmp_path):
-    words = (*SAVED, "scheduler=warmup_cosine")
+@pytest.mark.parametrize("word", ["scheduler=warmup_cosine", f"{runs.MODULES}.InTurn"])
+def test_a_new_learning_rate_is_used_logged_and_saved(fit, tmp_path, word):
+    words = (*SAVED, word)
     full = fit(*words)
     again = (*words, "ckpt_path=last", "optimizer.lr=3e-5")
     folder = full.copy_until(3, tmp_path / "changed")

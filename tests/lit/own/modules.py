@@ -117,6 +117,17 @@ class OwnOptimizers(LanguageModel):
         return {"optimizer": optimizer, "lr_scheduler": config | {"frequency": 4}}
 
 
+class InTurn(LanguageModel):
+    """Two schedules, one after the other, of the optimizer of the config."""
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self)
+        schedulers = torch.optim.lr_scheduler
+        parts = [schedulers.ConstantLR(optimizer), schedulers.ExponentialLR(optimizer, 0.9)]
+        schedule = schedulers.SequentialLR(optimizer, parts, [4])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class OwnModule(OwnOptimizers, WithExtraParameters):
     """A module with parameters, buffers, an optimizer and a schedule of its own."""
 

@@ -106,8 +106,10 @@ def _follow_schedule(trainer: Trainer) -> None:
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler
         groups = scheduler.optimizer.param_groups
-        if hasattr(scheduler, "base_lrs"):  # the options and the number of groups may be others
-            scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        # The options and the number of groups may be others. A SequentialLR consists of schedules.
+        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            if hasattr(part, "base_lrs"):
+                part.base_lrs = [group["initial_lr"] for group in groups]
         if not isinstance(scheduler, LambdaLR):
             continue
         before = groups[0]["lr"]
