@@ -139,8 +139,9 @@ def test_a_lightning_data_module_trains_validates_and_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(tmp_path):
+    uneven = (*DATA_MODULE, f"data._target_={DATA}.Uneven")
     words = (*TWO, f"{MODULES}.Plain", "trainer.accumulate_grad_batches=2")
-    run = fit(*DATA_MODULE, *EPOCHS, *words)
+    run = fit(*uneven, *EPOCHS, *words)
     ranks = read_by_ranks(run)
     assert ranks[0]["val"] == ranks[1]["val"]  # the ranks split the samples in the same way
     assert sorted(rank["prepared"] for rank in ranks) == [False, True]
@@ -150,4 +151,4 @@ def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(tmp_pa
     assert not {*ranks[0]["seen"][:16]} & {*ranks[1]["seen"][:16]}
     assert run.column("step")[-1] == 4
     copy = run.copy_until(1, tmp_path / "again")
-    fit(*DATA_MODULE, *EPOCHS, *words, "ckpt_path=last", folder=copy)
+    fit(*uneven, *EPOCHS, *words, "ckpt_path=last", folder=copy)

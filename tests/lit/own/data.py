@@ -210,3 +210,20 @@ class DataModule(pl.LightningDataModule):
         facts["prepared"] = hasattr(self, "is_prepared")
         facts["seed"] = torch.initial_seed()
         print("\ndatamodule", json.dumps(facts), flush=True)
+
+
+class Rest(IterableDataset):
+    """The samples of a set from a number on."""
+
+    def __init__(self, samples, first):
+        self.samples, self.first = samples, first
+
+    def __iter__(self):
+        return (self.samples[i] for i in range(self.first, len(self.samples)))
+
+
+class Uneven(DataModule):
+    """A DataModule whose ranks validate different numbers of batches."""
+
+    def val_dataloader(self):
+        return DataLoader(Rest(self.val, 3 * self.rank), 2)

@@ -18,7 +18,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import Tensors
 from gptrain.core.schema import CheckpointConfig
 from gptrain.lit.callbacks import resume
-from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.callbacks.vote import Vote, may_vote_in_validation
 from gptrain.lit.lightning import ends_epoch, ends_step, is_validated, loop_state_after, strategy_of
 from gptrain.parallel.mesh import LONG_PHASE_S, wait_for_rank_0
 from gptrain.runtime.watchdog import Guard
@@ -136,7 +136,8 @@ class Checkpoints(Checkpoint):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Vote during a validation of a fit, and end the run if the ranks have agreed to stop."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        is_of_fit = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_of_fit and may_vote_in_validation(trainer):
             self._vote(trainer)
             self.leave_if_saved(trainer)
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.callbacks.vote import Vote, may_vote_in_validation
 from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger
@@ -196,7 +196,7 @@ class TrainingMonitor(Callback):
         self.guard.beat(phase="test" if trainer.testing else "validate")
         if trainer.state.fn != "fit":
             self.guard.leave_if_asked()
-        elif self.checkpoints is None:
+        elif self.checkpoints is None and may_vote_in_validation(trainer):
             self._leave_if_agreed(trainer)
 
     on_test_batch_end = on_validation_batch_end

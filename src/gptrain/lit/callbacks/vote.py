@@ -4,6 +4,9 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from gptrain.lit.lightning import data_of
 
 
 class Vote:
@@ -45,3 +48,11 @@ class Vote:
         """Wait for pending votes, if there are any. Collective."""
         if self._pending is not None:
             self._pending.wait()
+
+
+def may_vote_in_validation(trainer: Trainer) -> bool:
+    """Return whether all ranks validate equally many batches, so that they can vote after each.
+
+    The loaders of a user's own LightningDataModule may have different lengths on the ranks.
+    """
+    return trainer.world_size == 1 or data_of(trainer).val is not None
