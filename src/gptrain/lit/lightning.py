@@ -1,8 +1,8 @@
 """Every use of Lightning's private names and undeclared attributes, as of Lightning 2.6.6.
 
-The private names are needed for four purposes, each with a test that the name still exists:
+The private names are needed for five purposes, each with a test that the name still exists:
 Lightning's signal handlers, its broadcast of a stop request, its automatic search for a checkpoint,
-and the state of its loops in a checkpoint.
+and the state of its loops and of the values that it averages over an epoch, in a checkpoint.
 """
 
 from pathlib import Path
@@ -10,11 +10,14 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.strategies.base import GPTStrategy
 from gptrain.lit.user_data import USER_DATA
 from gptrain.runtime.process import Process
+
+_SUMS = ("value", "cumulated_batch_size")  # what Lightning adds up for a mean over an epoch
 
 
 class RankEnvironment(TorchElasticEnvironment):
@@ -140,6 +143,38 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
     """
     is_due = step % data_of(trainer).lengths.validate_every == 0
     return trainer.enable_validation and (is_due or trainer.should_stop)
+
+
+def epoch_results(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """Return what `self.log(..., on_epoch=True)` has added up in this epoch, on this rank.
+
+    Each dict has what `restore_epoch_results` needs. Metrics of torchmetrics are left out.
+    """
+    saved = []
+    for item in trainer.fit_loop.epoch_loop._results.values():
+        if item.is_tensor and item.meta.on_epoch and not item.has_reset:
+            meta, sync = (
+                {**vars(item.meta), "reduce_fx": item.meta.reduce_fx.__name__},
+                item.meta.sync,
+            )
+            meta["_sync"] = {"_should": sync.should, "rank_zero_only": sync.rank_zero_only}
+            state = {name: value for name, value in vars(item).items() if name in _SUMS}
+            saved.append({"meta": meta, "state": state | {"_update_count": item._update_count}})
+    return saved
+
+
+def restore_epoch_results(trainer: pl.Trainer, saved: list[dict[str, Any]]) -> None:
+    """Let the means of an epoch go on from a result of `epoch_results`, when training starts."""
+    for entry in saved:
+        sync = result._Sync(fn=trainer.strategy.reduce, **entry["meta"].pop("_sync"))
+        meta = result._Metadata(**entry["meta"])
+        meta.sync = sync
+        item = result._ResultMetric(meta, is_tensor=True)
+        vars(item).update(entry["state"])
+        results = trainer.fit_loop.epoch_loop._results
+        results[f"{meta.fx}.{meta.name}"] = item.to(trainer.strategy.root_device)
+        # The first batch of an epoch would begin new sums.
+        trainer._logger_connector._first_loop_iter = False
 
 
 def resume_plateau_schedules(trainer: pl.Trainer) -> None:

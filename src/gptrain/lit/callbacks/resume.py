@@ -12,22 +12,28 @@ from torch.optim.lr_scheduler import LambdaLR
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.core.errors import ConfigIssue
 from gptrain.core.labels import count_text
-from gptrain.lit.lightning import resume_plateau_schedules, strategy_of
+from gptrain.lit.lightning import (
+    epoch_results,
+    restore_epoch_results,
+    resume_plateau_schedules,
+    strategy_of,
+)
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("rng", "logged", "frozen")  # keys of add_state
+STATE = ("rng", "logged", "frozen", "epoch")  # keys of add_state
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
     Adds the keys of STATE: `rng` (state of the random generators of each rank), `logged` (result of
-    `reproducible_metrics`) and `frozen` (names of the parameters that are not trained). All ranks
-    must call this function.
+    `reproducible_metrics`), `frozen` (names of the parameters that are not trained) and `epoch`
+    (`epoch_results` of each rank). All ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     checkpoint["rng"] = gather(capture(trainer.strategy.root_device))
+    checkpoint["epoch"] = gather(epoch_results(trainer))
     checkpoint["logged"] = reproducible_metrics(trainer)
     parameters = strategy_of(trainer).saved_parameters().items()
     frozen = gather([name for name, parameter in parameters if not parameter.requires_grad])
@@ -73,6 +79,8 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     _follow_schedule(trainer)
     rng = state["rng"]
     if len(rng) == trainer.world_size:
+        if results := state["epoch"]:  # checkpoints of an older version have none
+            restore_epoch_results(trainer, results[trainer.global_rank])
         restore(rng[trainer.global_rank], trainer.strategy.root_device)
     else:
         ranks = f"{count_text(trainer.world_size, 'rank')}, saved by {len(rng)}"
