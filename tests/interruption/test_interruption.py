@@ -196,6 +196,13 @@ TABLE = {
          f"+callbacks.mean._target_={LIGHTNING}.WeightAveraging"),
         (asked("on_train_batch_end", 5),),
     ),
+    "a module's own average of a weight, and means over an epoch": Row(
+        (*PLAIN, f"module._target_={OWN}.modules.Averages", "trainer.val_check_interval=4",
+         f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: train/epoch_mean,"
+         " check_on_train_epoch_end: true}"),
+        (asked("on_train_batch_end", 2), asked("on_validation_batch_end", 4),
+         asked("on_train_batch_end", 6)),
+    ),
     "a callback that freezes a block": Row(
         (*PLAIN, f"+callbacks.freezes._target_={PARTS}.Freezes"),
         (asked("on_train_batch_end", 4),),

@@ -5,6 +5,7 @@ Lightning's signal handlers, its broadcast of a stop request, its automatic sear
 and the state of its loops and of the values that it averages over an epoch, in a checkpoint.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,6 @@ from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.strategies.base import GPTStrategy
 from gptrain.lit.user_data import USER_DATA
 from gptrain.runtime.process import Process
-
-_SUMS = ("value", "cumulated_batch_size")  # what Lightning adds up for a mean over an epoch
 
 
 class RankEnvironment(TorchElasticEnvironment):
@@ -145,36 +144,40 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
     return trainer.enable_validation and (is_due or trainer.should_stop)
 
 
-def epoch_results(trainer: pl.Trainer) -> list[dict[str, Any]]:
+def epoch_results(trainer: pl.Trainer) -> list[tuple[Any, ...]]:
     """Return what `self.log(..., on_epoch=True)` has added up in this epoch, on this rank.
 
-    Each dict has what `restore_epoch_results` needs. Metrics of torchmetrics are left out.
+    Each tuple has what `restore_epoch_results` needs. Metrics of torchmetrics are left out.
     """
     saved = []
     for item in trainer.fit_loop.epoch_loop._results.values():
         if item.is_tensor and item.meta.on_epoch and not item.has_reset:
-            meta, sync = (
-                {**vars(item.meta), "reduce_fx": item.meta.reduce_fx.__name__},
-                item.meta.sync,
-            )
-            meta["_sync"] = {"_should": sync.should, "rank_zero_only": sync.rank_zero_only}
-            state = {name: value for name, value in vars(item).items() if name in _SUMS}
-            saved.append({"meta": meta, "state": state | {"_update_count": item._update_count}})
+            meta, sync = item.meta, item.meta.sync
+            plain = {**vars(meta), "reduce_fx": meta.reduce_fx.__name__, "_sync": None}
+            saved.append((plain, (sync.should, sync.rank_zero_only), item.metric_state))
     return saved
 
 
-def restore_epoch_results(trainer: pl.Trainer, saved: list[dict[str, Any]]) -> None:
+def restore_epoch_results(trainer: pl.Trainer, saved: list[tuple[Any, ...]]) -> None:
     """Let the means of an epoch go on from a result of `epoch_results`, when training starts."""
-    for entry in saved:
-        sync = result._Sync(fn=trainer.strategy.reduce, **entry["meta"].pop("_sync"))
-        meta = result._Metadata(**entry["meta"])
-        meta.sync = sync
-        item = result._ResultMetric(meta, is_tensor=True)
-        vars(item).update(entry["state"])
+    for plain, sync, state in saved:
+        item = result._ResultMetric(meta := result._Metadata(**plain), is_tensor=True)
+        meta.sync = result._Sync(trainer.strategy.reduce, *sync)
+        vars(item).update(state, _update_count=1)
         results = trainer.fit_loop.epoch_loop._results
         results[f"{meta.fx}.{meta.name}"] = item.to(trainer.strategy.root_device)
         # The first batch of an epoch would begin new sums.
         trainer._logger_connector._first_loop_iter = False
+
+
+def run_after_step(module: pl.LightningModule, function: Callable[..., object]) -> None:
+    """Call a function after each call of the module's `on_train_batch_end`, with its arguments.
+
+    The hook may change what is saved, such as averages of weights, and Lightning has no other one
+    between it and the load of the next batch.
+    """
+    hook = module.on_train_batch_end
+    cast(Any, module).on_train_batch_end = lambda *call: (hook(*call), function(*call))
 
 
 def resume_plateau_schedules(trainer: pl.Trainer) -> None:

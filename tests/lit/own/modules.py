@@ -29,6 +29,17 @@ class Logs(LanguageModel):
         self.log("val/mine", float(batch_idx))
 
 
+class Averages(Logs):
+    """Averages a weight after each step, in a hook that Lightning calls after all callbacks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("average", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.lerp_(next(self.net.parameters()).detach().mean(), 0.5)
+
+
 class Returns(LanguageModel):
     """Returns a dict or None from a training_step that takes only the batch."""
 

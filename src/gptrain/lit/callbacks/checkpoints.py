@@ -37,9 +37,9 @@ class Checkpoints(Checkpoint):
     saved, if it is due, at the start of the next epoch: a run cannot resume within the hooks of an
     epoch's end.
 
-    Lightning calls this callback after all other callbacks, so that a save after a step contains
-    their state after this step. After each step the ranks vote on saving and on stopping, so that
-    all of them do it at the same step.
+    A save after a step contains the state of all callbacks and of the module after this step, and
+    Lightning calls this callback after all others. After each step the ranks vote on saving and on
+    stopping, so that all of them do it at the same step.
 
     Attributes:
         store: Checkpoints of the run.
@@ -118,12 +118,11 @@ class Checkpoints(Checkpoint):
             self.store.set_aside_after(trainer.global_step)
         self._interval_start_s = monotonic()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def end_micro_step(self, trainer: Trainer, batch_idx: int) -> None:
         """Vote, finish a save that all ranks have written, and save the step if it is due.
 
-        A step before a validation or the end of an epoch is saved by a later hook.
+        Collective. `TrainingMonitor` lets it run after `on_train_batch_end` of all callbacks and of
+        the module. A step before a validation or the end of an epoch is saved by a later hook.
         """
         if not ends_step(trainer, batch_idx):
             return

@@ -13,7 +13,7 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote, may_vote_in_validation
 from gptrain.lit.guard import StepGuard
-from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
+from gptrain.lit.lightning import data_of, ends_step, is_validated, run_after_step, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
@@ -110,6 +110,8 @@ class TrainingMonitor(Callback):
             if discard := getattr(logger, "discard_after", None):
                 discard(self.first_step)
         self.speed = Speed(trainer)
+        if (checkpoints := self.checkpoints) is not None:
+            run_after_step(pl_module, lambda *call: checkpoints.end_micro_step(trainer, call[2]))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step of the epoch before, if it is due."""
