@@ -102,3 +102,11 @@ def test_a_schedule_of_torch_does_not_change_because_its_state_has_its_options(f
     changed = ("+scheduler.gamma=0.1", "allow_changes=[scheduler]", "ckpt_path=last")
     (line,) = fit(*words, *changed, code=2).errors
     assert line.startswith("error: scheduler.gamma=0.1: ")
+
+
+@pytest.mark.slow
+def test_a_resume_says_what_powersgd_has_lost(fit):
+    words = (*CONSTANT, *runs.TWO, "strategy=ddp", "strategy.comm_hook=powersgd")
+    first = fit(*words, "trainer.max_steps=2")
+    again = fit(*words, "ckpt_path=last")
+    assert "powersgd has lost" in again.out and "powersgd has lost" not in first.out

@@ -77,6 +77,8 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     resume_plateau_schedules(trainer)
     _apply_changes(trainer, changed)
     _follow_schedule(trainer)
+    if getattr(strategy_of(trainer).parallel.options, "comm_hook", None) == "powersgd":
+        log.warning("resumed: powersgd has lost its errors, and begins with full gradients again")
     rng = state["rng"]
     if len(rng) == trainer.world_size:
         if results := state["epoch"]:  # checkpoints of an older version have none
