@@ -147,23 +147,28 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
 def epoch_results(trainer: pl.Trainer) -> list[tuple[Any, ...]]:
     """Return what `self.log(..., on_epoch=True)` has added up in this epoch, on this rank.
 
-    Each tuple has what `restore_epoch_results` needs. Metrics of torchmetrics are left out.
+    Each tuple has what `restore_epoch_results` needs, also for a metric of torchmetrics.
     """
     saved = []
     for item in trainer.fit_loop.epoch_loop._results.values():
-        if item.is_tensor and item.meta.on_epoch and not item.has_reset:
+        if item.meta.on_epoch and not item.has_reset:
             meta, sync = item.meta, item.meta.sync
             plain = {**vars(meta), "reduce_fx": meta.reduce_fx.__name__, "_sync": None}
-            saved.append((plain, (sync.should, sync.rank_zero_only), item.metric_state))
+            owner = item if item.is_tensor else item.value
+            saved.append((plain, (sync.should, sync.rank_zero_only), owner.metric_state))
     return saved
 
 
 def restore_epoch_results(trainer: pl.Trainer, saved: list[tuple[Any, ...]]) -> None:
     """Let the means of an epoch go on from a result of `epoch_results`, when training starts."""
     for plain, sync, state in saved:
-        item = result._ResultMetric(meta := result._Metadata(**plain), is_tensor=True)
+        meta = result._Metadata(**plain)
         meta.sync = result._Sync(trainer.strategy.reduce, *sync)
-        vars(item).update(state, _update_count=1)
+        owner = item = result._ResultMetric(meta, is_tensor=meta.metric_attribute is None)
+        if meta.metric_attribute is not None:
+            owner = item.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        for name, value in {**state, "_update_count": 1}.items():
+            setattr(owner, name, value)
         results = trainer.fit_loop.epoch_loop._results
         results[f"{meta.fx}.{meta.name}"] = item.to(trainer.strategy.root_device)
         # The first batch of an epoch would begin new sums.

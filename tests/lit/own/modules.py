@@ -30,11 +30,18 @@ class Logs(LanguageModel):
 
 
 class Averages(Logs):
-    """Averages a weight after each step, in a hook that Lightning calls after all callbacks."""
+    """Averages a weight in a hook that Lightning calls after all callbacks, and losses."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.register_buffer("average", torch.zeros(()))
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss)
+        self.log("train/metric", self.mean, on_step=False, on_epoch=True)
+        return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.average.lerp_(next(self.net.parameters()).detach().mean(), 0.5)
