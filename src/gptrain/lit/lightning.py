@@ -164,11 +164,13 @@ def restore_epoch_results(trainer: pl.Trainer, saved: list[tuple[Any, ...]]) -> 
     for plain, sync, state in saved:
         meta = result._Metadata(**plain)
         meta.sync = result._Sync(trainer.strategy.reduce, *sync)
-        owner = item = result._ResultMetric(meta, is_tensor=meta.metric_attribute is None)
+        owner = item = cast(Any, result._ResultMetric(meta, meta.metric_attribute is None))
         if meta.metric_attribute is not None:
-            owner = item.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
-        for name, value in {**state, "_update_count": 1}.items():
+            module: Any = trainer.lightning_module
+            owner = item.value = module.get_submodule(meta.metric_attribute)
+        for name, value in state.items():
             setattr(owner, name, value)
+        owner._update_count = item._update_count = 1
         results = trainer.fit_loop.epoch_loop._results
         results[f"{meta.fx}.{meta.name}"] = item.to(trainer.strategy.root_device)
         # The first batch of an epoch would begin new sums.

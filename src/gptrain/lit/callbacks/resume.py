@@ -21,19 +21,19 @@ from gptrain.lit.lightning import (
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("rng", "logged", "frozen", "epoch")  # keys of add_state
+STATE = ("rng", "logged", "frozen", "epoch_results")  # keys of add_state
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
     Adds the keys of STATE: `rng` (state of the random generators of each rank), `logged` (result of
-    `reproducible_metrics`), `frozen` (names of the parameters that are not trained) and `epoch`
-    (`epoch_results` of each rank). All ranks must call this function.
+    `reproducible_metrics`), `frozen` (names of the parameters that are not trained) and
+    `epoch_results` (that function's result on each rank). All ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     checkpoint["rng"] = gather(capture(trainer.strategy.root_device))
-    checkpoint["epoch"] = gather(epoch_results(trainer))
+    checkpoint["epoch_results"] = gather(epoch_results(trainer))
     checkpoint["logged"] = reproducible_metrics(trainer)
     parameters = strategy_of(trainer).saved_parameters().items()
     frozen = gather([name for name, parameter in parameters if not parameter.requires_grad])
@@ -81,7 +81,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
         log.warning("resumed: powersgd has lost its errors, and begins with full gradients again")
     rng = state["rng"]
     if len(rng) == trainer.world_size:
-        if results := state["epoch"]:  # checkpoints of an older version have none
+        if results := state["epoch_results"]:  # checkpoints of an older version have none
             restore_epoch_results(trainer, results[trainer.global_rank])
         restore(rng[trainer.global_rank], trainer.strategy.root_device)
     else:
