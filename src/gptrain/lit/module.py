@@ -26,11 +26,10 @@ class LanguageModel(pl.LightningModule):
     """LightningModule that trains a net `tokens (B, T) -> logits (B, T, V)` to predict tokens.
 
     A subclass may override any of Lightning's hooks. `self.loss(tokens, targets)` works under every
-    strategy. `self.net(tokens)` works under every
-    strategy except `pipeline` and `ddp_pipeline`, where no rank holds all layers. A batch has
-    tokens (B, T), targets (B, T) and, with `data.documents=masked`, the index of each token's
-    document (B, T). The keys of the config's `module` group are passed to the subclass as keyword
-    arguments:
+    strategy. `self.net(tokens)` works under every strategy except `pipeline` and `ddp_pipeline`,
+    where no rank holds all layers. A batch has tokens (B, T), targets (B, T) and, with
+    `data.documents=masked`, the index of each token's document (B, T). The keys of the config's
+    `module` group are passed to the subclass as keyword arguments:
 
         class WithPenalty(LanguageModel):
             def __init__(self, *args, weight=0.1, **kwargs):
