@@ -122,8 +122,12 @@ def test_a_tokenizer_comes_back_from_its_folder_with_its_companions(bpe, tmp_pat
     assert load_tokenizer(source).chat_template == "x"
     (source / "chat_template.jinja").write_text("größe")
     (tmp_path / "victim").write_text("content")
-    (copy / "tokenizer_config.json").symlink_to("../victim")  # a link is replaced, not followed
-    load_tokenizer(source).save(copy)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (copy / name).symlink_to("../victim")  # a link is replaced, not followed
+    tokenizer = load_tokenizer(source)
+    (source / "chat_template.jinja").unlink()  # the template is not copied, but written
+    tokenizer.save(copy)
+    tokenizer.save(source)  # in its place it stays
     monkeypatch.setenv("HOME", str(tmp_path))
     for place in (copy, "~/copy", "~/copy/tokenizer.json"):
         again = load_tokenizer(place)

@@ -9,7 +9,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -161,24 +160,24 @@ class Tokenizer:
         The folder must exist. `chat_template` is written also if it was set after loading.
         """
         copy_files(self.path.parent, folder, COMPANIONS)
+        template, copy = folder / TEMPLATE_NAME, folder / FILE_NAME
         if self.chat_template is not None:
-            (folder / TEMPLATE_NAME).write_text(self.chat_template, encoding="utf-8")
-        with suppress(shutil.SameFileError):
-            shutil.copyfile(self.path, folder / FILE_NAME)
+            template.unlink(missing_ok=True)  # a link is replaced, not followed
+            template.write_text(self.chat_template, encoding="utf-8")
+        if copy.resolve() != self.path.resolve():
+            copy.unlink(missing_ok=True)
+            shutil.copyfile(self.path, copy)
 
 
-def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
-    """Copy those of the named files that exist to another folder, and return their names.
+def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
+    """Copy those of the named files that exist to another folder, and replace files there.
 
-    Files of these names in the folder are replaced. If both folders are the same, return [].
+    A link in the folder is replaced, not followed. Nothing is done if both folders are the same.
     """
-    if source.resolve() == folder.resolve():
-        return []
-    existing = [name for name in names if (source / name).is_file()]
-    for name in existing:
-        (folder / name).unlink(missing_ok=True)  # a link is replaced, not followed
-        shutil.copyfile(source / name, folder / name)
-    return existing
+    for name in names if source.resolve() != folder.resolve() else ():
+        if (source / name).is_file():
+            (folder / name).unlink(missing_ok=True)
+            shutil.copyfile(source / name, folder / name)
 
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
@@ -222,8 +221,7 @@ def train_bpe(
 
 def read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return the chat template of a folder: of its .jinja file, or `default` of its config."""
-    file = folder / TEMPLATE_NAME
-    if file.is_file():
+    if (file := folder / TEMPLATE_NAME).is_file():
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
