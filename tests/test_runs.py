@@ -97,9 +97,11 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(four, show):
     write(four / "sweep" / "1" / ".hydra/overrides.yaml", "!!python/object/apply:os.system [id]")
     os.mkfifo(four / "sweep" / "10" / "result.json")
     write(four / "sweep" / "0" / "status.json", "[1]")
+    aliases = ["&a0 [x, x]", *(f"&a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60))]  # 2^60 x
+    write(four / "b" / ".hydra/overrides.yaml", f"[{', '.join(aliases)}]")
     code, lines, err = show(four)
     assert code == 0 and [line.split()[0] for line in lines[1:]] == ["0"]
-    assert len(err) == 3 and all(line.startswith(f"warning: {four}/") for line in err)
+    assert len(err) == 4 and all(line.startswith(f"warning: {four}/") for line in err)
     fifo = four / "sweep" / "10"
     assert f"warning: {fifo}: {fifo}/result.json: not a regular file" in err
 

@@ -53,10 +53,13 @@ def read_values(path: str | Path) -> Any:
     Raises:
         OSError: If the file does not exist or cannot be opened.
         UnreadableFileError: If the path is no regular file, or if the content is not valid YAML or
-            JSON. A YAML tag of a Python object is not valid: no code is run.
+            JSON. A YAML tag of a Python object is not valid: no code is run. Nor is an alias, with
+            which a short file could stand for more values than fit into memory.
     """
     content, is_yaml = read_bytes(path), Path(path).suffix == ".yaml"
     try:
+        if is_yaml and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(content)):
+            raise ValueError("it has aliases")
         return yaml.safe_load(content) if is_yaml else json.loads(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also if not UTF-8
         kind = "YAML" if is_yaml else "JSON"
