@@ -62,7 +62,8 @@ def test_a_home_folder_is_expanded_once_and_a_name_with_a_tilde_stays_a_name(tmp
 
 def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(train, tmp_path):
     name = "it's $HOME ~[x], lr=1e-3 (é)"
-    run = train("logger=none", "callbacks=none", "trainer.max_steps=1", name=name)
+    reference = "optimizer.weight_decay=${.lr}"  # kept as it was typed
+    run = train("logger=none", "callbacks=none", "trainer.max_steps=1", reference, name=name)
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("next ")]
     test, board = line.removeprefix("next").split("; ")
@@ -72,6 +73,7 @@ def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
     tested = run_train(*pasted, cached=False)
     assert tested.code == 0 and "test/loss" in tested.metrics, tested.err
     resume = read_by_a_shell(run.status["resume"])[2:]
+    assert reference in resume
     more = run_train(*resume, "trainer.max_steps=2")
     assert more.code == 0 and "from step 1 to 2" in more.out, more.err
 

@@ -27,7 +27,7 @@ from gptrain.assemble.load import build_net, start_from
 from gptrain.assemble.module import build_module, build_optimizer, module_class
 from gptrain.assemble.resume import continue_run
 from gptrain.assemble.trainer import build_trainer
-from gptrain.assemble.training_run import TrainingRun, typed_words
+from gptrain.assemble.training_run import TrainingRun
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
@@ -44,6 +44,7 @@ from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import check_batch, check_fit, check_layout
 from gptrain.runtime.devices import RunDevices, find_devices, native_precision, set_threads
+from gptrain.runtime.launch import typed_words
 from gptrain.runtime.process import Process, start_store, this_process
 from gptrain.runtime.watchdog import Guard
 

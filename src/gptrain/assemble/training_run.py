@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -35,6 +34,7 @@ from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import peak_memory_bytes
 from gptrain.lit.user_data import LOADERS
 from gptrain.parallel.mesh import gather
+from gptrain.runtime.launch import typed_words
 
 log = logging.getLogger(__name__)
 # Arguments of the net that are printed, if it has them
@@ -221,11 +221,6 @@ class TrainingRun:
                 value = trainer.callback_metrics[part.monitor]
                 return "early stop", f"{part.monitor}={value:.4g} {why}, at step {step}"
         return "stopped", f"by a callback or the module (trainer.should_stop), at step {step}"
-
-
-def typed_words() -> list[str]:
-    """Return the overrides of this job that were typed, or [] if Hydra has composed no config."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def _describe_run(trainer: pl.Trainer) -> dict[str, Any]:

@@ -299,12 +299,14 @@ def resume_facts(cfg: RunConfig) -> dict[str, object]:
     return {"checkpoint": checkpoint, "resume": resume}
 
 
-def typed_words(kept: tuple[str, ...], **values: object) -> list[str]:
+def typed_words(kept: tuple[str, ...] = (), **values: object) -> list[str]:
     """Return the typed overrides of this run, in which some keys have other values.
 
     `kept` are the beginnings of the words for Hydra itself that are kept. None leaves a key out.
+    References such as `${seed}` are not resolved. [] if Hydra has composed no config.
     """
-    typed, changed = HydraConfig.get().overrides, tuple(f"{key}=" for key in values)
-    words = [word for word in typed.hydra if word.startswith(kept)]
-    words += [word for word in typed.task if not word.lstrip("+").startswith(changed)]
+    cfg = cast(Any, HydraConfig.instance().cfg)
+    typed: Any = OmegaConf.to_container(cfg.hydra.overrides) if cfg else {"hydra": [], "task": []}
+    words = [word for word in typed["hydra"] if word.startswith(kept)]
+    words += [word for word in typed["task"] if word.lstrip("+").partition("=")[0] not in values]
     return words + [shell.override(key, v) for key, v in values.items() if v is not None]
