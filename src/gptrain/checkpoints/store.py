@@ -167,19 +167,17 @@ class CheckpointStore:
 
     def _first_intact(self, paths: Iterable[Path]) -> Path | None:
         """Return the first checkpoint that is intact, or None if there are no paths."""
-        damaged: list[DamagedCheckpointError] = []
+        damaged = None
         for path in paths:
             try:
                 manifest.verify(path, self.run_id)
+                return path
             except DamagedCheckpointError as error:
-                damaged.append(error)
-                continue
-            for error in damaged:
-                _log.warning("warning: %s; %s is used", error, path.name)
-            return path
-        if damaged:
-            reasons = "; ".join(f"{error.path.name}: {error.reason}" for error in damaged)
-            raise DamagedCheckpointError(self.folder, f"no checkpoint is intact: {reasons}")
+                _log.warning("warning: passed over: %s", error)
+                damaged = error
+        if damaged is not None:
+            reason = f"no checkpoint is intact: {damaged.path.name}: {damaged.reason}"
+            raise DamagedCheckpointError(self.folder, reason)
         return None
 
     # Housekeeping
