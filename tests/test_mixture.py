@@ -134,7 +134,7 @@ def test_a_mixture_with_other_tokens_in_one_part_has_another_fingerprint(tmp_pat
 
 
 def test_parts_that_do_not_fit_are_named():
-    with pytest.raises(DataError, match=r"samples 0, 5: stack expects .* but got \[7\]"):
+    with pytest.raises(DataError, match=r"samples \[0, 5\]: stack expects .* but got \[7\]"):
         BatchReader(Mixture({"a": part(5, 8), "b": part(5)}, {"a": 1, "b": 1})).__getitems__([0, 5])
     with pytest.raises(DataError, match="no parts"):
         Mixture({}, {})

@@ -173,10 +173,10 @@ def test_megatrons_files_are_read_by_their_index(tmp_path, dtype, code):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda index: index[:20], r"its index web\.idx is truncated, or not of version 1"),
-        (lambda index: index[:-30], r"its index web\.idx is truncated"),
-        (lambda index: b"X" + index[1:], r"its index web\.idx .* not of version 1"),
-        (lambda index: index[:17] + b"\6" + index[18:], r"its index web\.idx .* with uint16"),
+        (lambda index: index[:20], r"web\.bin: its index is truncated, or not of version 1"),
+        (lambda index: index[:-30], r"web\.bin: its index is truncated"),
+        (lambda index: b"X" + index[1:], r"its index .* not of version 1"),
+        (lambda index: index[:17] + b"\6" + index[18:], r"its index .* with uint16"),
         (lambda index: index[:38] + b"\7" + index[39:], r"web\.bin: .* its header counts 10"),
     ],
 )

@@ -9,7 +9,7 @@ from tests.lit.fit import CALLBACKS, DATA, TWO, fit
 NODES = f"+callbacks.nodes._target_={CALLBACKS}.OneRankPerNode"
 # tests/refused has other broken samples, in the first step.
 BROKEN = {
-    "short": (65, "data.train: samples 15, 18, 5, 6: "),
+    "short": (65, "data.train: samples [15, 18, 5, 6]: "),
     "raises": (70, "the sample is broken"),
 }
 

@@ -128,8 +128,7 @@ class BatchReader(Dataset):
             if self.n_positions is not None:
                 self._check(*batch[:2])
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            numbers = ", ".join(map(str, indices))
-            raise DataError(f"{self.name}: samples {numbers}: {first_line(error)}") from error
+            raise DataError(f"{self.name}: samples {indices}: {first_line(error)}") from error
         return batch
 
     def _check(self, tokens: Tensor, targets: Tensor) -> None:
@@ -141,8 +140,7 @@ class BatchReader(Dataset):
         for number in max(ids.max(), wanted.max()), min(ids.min(), wanted.min()):
             # On a GPU, the net would end in an assertion.
             if self.vocab_size is not None and not 0 <= number < self.vocab_size:
-                allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
-                raise ValueError(f"token {number}, {allowed}")
+                raise ValueError(f"token {number} is outside of model.vocab_size={self.vocab_size}")
 
 
 def collate(batch: Any) -> Any:
@@ -187,15 +185,11 @@ def pair_of(sample: Mapping[str, Any], place: str = "sample") -> tuple[Tensor, T
         message = f"{first_line(error)}; needed: a dict of input_ids and labels, integers (T,)"
         raise DataError(f"{place}: {message}") from None
     if not torch.equal(mask, mask.cummin(0).values):
-        message = "attention_mask has a 0 before a 1: a causal net would attend to the padding"
-        raise DataError(f"{place}: {message}; needed: padding_side='right'")
+        raise DataError(f"{place}: attention_mask has a 0 before a 1; try: padding_side='right'")
     if is_other.any():
-        position = int(is_other.nonzero()[0])
-        raise DataError(
-            f"{place}: labels[{position}]={int(targets[position])}, "
-            f"input_ids[{position}]={int(tokens[position])}; needed: labels that are input_ids or "
-            "-100, not shifted; targets that are shifted need a pair (tokens, targets)"
-        )
+        t = int(is_other.nonzero()[0])
+        found = f"labels[{t}]={int(targets[t])}, input_ids[{t}]={int(tokens[t])}"
+        raise DataError(f"{place}: {found}; needed: labels that are input_ids or -100, not shifted")
     return tokens, shifted
 
 

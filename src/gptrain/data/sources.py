@@ -144,8 +144,7 @@ def _read_texts(
         with file.open(encoding="utf-8", newline="") as text:
             yield from _cut(text, *sizes)
     except UnicodeDecodeError as error:
-        hint = "data.pattern chooses the files of a folder"
-        raise DataError(f"{file}: not UTF-8 text ({error.reason}); {hint}") from None
+        raise DataError(f"{file}: not UTF-8 ({error.reason}); try: data.pattern='*.txt'") from None
 
 
 def _cut(document: TextIO, n_chars: int, line_chars: int) -> Iterator[tuple[str, bool]]:

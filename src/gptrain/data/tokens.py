@@ -90,8 +90,7 @@ class TokenDataset(BatchDataset):
         lengths = [max(0, len(file) - 1 + extra) // self.seq_len for file in self.files]
         self._firsts = np.cumsum([0, *lengths])  # (files + 1,) first window of each file
         if not len(self):
-            message = f"{self.n_tokens} tokens; need at least seq_len+1 = {self.seq_len + 1}"
-            raise DataError(f"{self.path}: {message}")
+            raise DataError(f"{self.path}: {self.n_tokens} tokens < seq_len+1 = {self.seq_len + 1}")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -188,8 +187,7 @@ def _read_megatron_index(path: Path) -> tuple[str, int]:
     lengths_end = _MEGATRON.size + 4 * n_sequences
     is_complete = n_sequences and path.stat().st_size >= lengths_end + 8 * n_sequences
     if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES or not is_complete:
-        message = "is truncated, or not of version 1 with uint16, int32 or int64"
-        raise ValueError(f"its index {path.name} {message}")
+        raise ValueError("its index is truncated, or not of version 1 with uint16, int32 or int64")
     last_length = np.fromfile(path, "<i4", 1, offset=lengths_end - 4)
     last_position = np.fromfile(path, "<i8", 1, offset=lengths_end + 8 * (n_sequences - 1))
     dtype = _MEGATRON_TYPES[code]
