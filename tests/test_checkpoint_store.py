@@ -348,7 +348,7 @@ def test_if_none_is_intact_every_start_stops_and_each_has_its_reason(store, capl
         with pytest.raises(DamagedCheckpointError) as stop:
             store.newest_intact()
         assert "step-00000001: state.ckpt is damaged (sha256)" in str(stop.value)
-    assert "step-00000002: state.ckpt cannot be read: No such file" in caplog.text
+    assert f"No such file or directory: '{store.folder}/step-00000002/state.ckpt'" in caplog.text
 
 
 # Best, prune, clean

@@ -181,7 +181,7 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
     assert again.newest_intact() == again.newest() == again.folder / "step-00000001"
-    assert "/step-00000005: belongs to another run (b, this is a)" in caplog.text
+    assert "/step-00000005: belongs to another run (b)" in caplog.text
     assert "/step-00000002: state.ckpt is damaged (sha256)" in caplog.text
     assert "/step-00000003: manifest.json is damaged" in caplog.text
     copy(again, mirror)  # the run repeats these steps, and copies them again

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from gptrain.checkpoints import files
+from gptrain.core.errors import first_line
 from gptrain.core.progress import progress_bar
 from gptrain.core.small_files import UnreadableFileError, open_regular
 
@@ -124,8 +125,7 @@ def verify(path: Path, run_id: str | None = None) -> Manifest:
     """
     manifest = read_manifest(path)
     if run_id not in (None, manifest.run_id):
-        message = f"belongs to another run ({manifest.run_id}, this is {run_id})"
-        raise DamagedCheckpointError(path, message)
+        raise DamagedCheckpointError(path, f"belongs to another run ({manifest.run_id})")
     if path.name.startswith("step-") and path.name != folder_name(manifest.step):
         raise DamagedCheckpointError(path, f"holds step {manifest.step}")
     n_bytes = sum(entry.bytes for entry in manifest.files.values())
@@ -153,7 +153,6 @@ def _read(folder: Path, name: str) -> Iterator[bytes]:
             while piece := file.read(_READ_BYTES):
                 yield piece
     except (OSError, UnreadableFileError) as error:
-        if isinstance(error, OSError) and error.errno in _NO_ANSWER:
+        if getattr(error, "errno", None) in _NO_ANSWER:
             raise
-        reason = error.strerror if isinstance(error, OSError) else error.reason
-        raise DamagedCheckpointError(folder, f"{name} cannot be read: {reason}") from None
+        raise DamagedCheckpointError(folder, first_line(error)) from None
