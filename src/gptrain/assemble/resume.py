@@ -87,10 +87,10 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
         message = "already holds a run, and a new run would mix with it"
         hint = "ckpt_path=last to resume it, or another run_dir"
         raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
+    store.clean()
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
         Mirror(url).join(store, lock, restore=requested == "last" and not store.paths())
     checkpoint, monitor = None, cfg.checkpoint.monitor
-    store.clean()
     with as_config_errors(cfg, "ckpt_path", BAD_DATA):
         if requested == "last":
             if checkpoint := store.newest_intact():

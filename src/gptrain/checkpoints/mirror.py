@@ -10,7 +10,6 @@ until it reaches their steps.
 
 import logging
 import os
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -47,8 +46,8 @@ class Mirror:
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
         """Check that the mirror is empty or belongs to this run, or restore a lost run from it.
 
-        Call it on rank 0, under the run lock, before the run uses the store. With `restore` the
-        store must be empty: it gets the checkpoints of the mirror, if there are any (`restore`),
+        Call it on rank 0, under the run lock, after `store.clean`. With `restore` the store must be
+        empty: it gets the checkpoints of the mirror, if there are any (`restore`),
         and `lock` and `store` get the identity of their run.
 
         Raises:
@@ -82,7 +81,6 @@ class Mirror:
         for name in self._names():
             if text := self._manifest(name):
                 draft = hidden(store.folder / name)
-                shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
                 with suppress(DamagedCheckpointError, FileNotFoundError):  # `verify` will miss it
                     for file in parse(text, draft).files:
