@@ -204,17 +204,16 @@ def train_bpe(
     `vocab_size`. The folder of `path` must exist. Raises a ValueError if `vocab_size` is below 256,
     or 257 with an end token.
     """
-    n_end_tokens = 1 if has_end else 0
-    if vocab_size < 256 + n_end_tokens:
-        raise ValueError(f"vocab_size={vocab_size}: a BPE has at least {256 + n_end_tokens} tokens")
+    ends = [END_TOKENS[0]] if has_end else []
+    if vocab_size < 256 + len(ends):
+        raise ValueError(f"vocab_size={vocab_size}: a BPE has at least {256 + len(ends)} tokens")
     bpe = tokenizers.ByteLevelBPETokenizer()
-    options = {"vocab_size": vocab_size - n_end_tokens, "min_frequency": 0, "show_progress": False}
+    options = {"vocab_size": vocab_size - len(ends), "min_frequency": 0, "show_progress": False}
     # Python runs signal handlers in the main thread. Training runs in another thread, so that a
     # signal is handled at once.
     with ThreadPool(1) as pool:
         pool.apply(bpe.train_from_iterator, (texts,), options)
-    if has_end:
-        bpe.add_special_tokens([END_TOKENS[0]])
+    bpe.add_special_tokens(ends)
     bpe.save(str(path))
     return Tokenizer(path)
 
