@@ -180,5 +180,4 @@ def load_file(path: str | Path) -> Any:
         # Do not print torch's message: it advises to load the file without protection.
         refused = re.search(r"GLOBAL (\w\S*\.\w+)", str(error))
         reason = f"contains {refused[1]}" if refused else "damaged, or no file of torch.save"
-        text = f"refused: {reason}; only tensors and plain values are loaded"
-        raise DamagedCheckpointError(path, text) from error
+        raise DamagedCheckpointError(path, f"{reason}; allowed: tensors, plain values") from error
