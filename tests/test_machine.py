@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from gptrain.assemble.trainer import place_options
 from gptrain.core.shell import override
 from gptrain.core.strategies import ParallelDims, default_options, parallel_dims, stage_blocks
-from gptrain.lit.lightning import RankEnvironment
+from gptrain.lit.rank_environment import RankEnvironment
 from gptrain.lit.strategies.base import ManyRanks
 from gptrain.parallel.base import Parallel
 from gptrain.runtime.devices import RunDevices, find_devices

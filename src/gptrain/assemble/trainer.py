@@ -22,9 +22,10 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.guard import Spikes, StepGuard
-from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresume
+from gptrain.lit.lightning import disable_signals_and_autoresume
 from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.lit.messages import misconfiguration_as_config_error
+from gptrain.lit.rank_environment import RankEnvironment
 from gptrain.lit.user_data import UserData
 from gptrain.parallel.mesh import LONG_PHASE_S, gather
 from gptrain.runtime.devices import RunDevices

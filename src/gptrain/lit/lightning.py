@@ -10,48 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.strategies.base import GPTStrategy
 from gptrain.lit.user_data import USER_DATA
-from gptrain.runtime.process import Process
-
-
-class RankEnvironment(TorchElasticEnvironment):
-    """Gives Lightning the rank and the world size that `gptrain.runtime.process` has detected.
-
-    Lightning's own detection would take a run that a person starts in a SLURM allocation for a rank
-    of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`.
-
-    Args:
-        process: Rank and world size of this process.
-        n_local: Number of ranks on each node.
-    """
-
-    def __init__(self, process: Process, n_local: int):
-        self._process = process
-        self._n_local = n_local
-
-    def world_size(self) -> int:
-        """Return the number of ranks of the job."""
-        return self._process.world_size
-
-    def global_rank(self) -> int:
-        """Return the rank of this process in the job."""
-        return self._process.rank
-
-    def local_rank(self) -> int:
-        """Return the rank of this process on its node."""
-        return self._process.local_rank
-
-    def node_rank(self) -> int:
-        """Return the number of this process's node, from 0."""
-        return self._process.rank // self._n_local
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: accept any number of devices."""
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
