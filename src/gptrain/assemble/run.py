@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from gptrain.assemble.companion_files import write_tokenizer
 from gptrain.assemble.config_errors import as_config_errors
@@ -217,9 +217,10 @@ def _start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
     pl.seed_everything(cfg.seed, verbose=False)
     if strategy_name(cfg.strategy.name, devices.world_size) != "single":
+        device = devices.device(process.local_rank)
         start_group(
-            cfg.strategy.backend or devices.backend,
-            devices.device(process.local_rank),
+            cfg.strategy.backend or distributed.get_default_backend_for_device(device),
+            device,
             process.rank,
             devices.world_size,
             timeout_s=cfg.strategy.timeout_s,

@@ -32,11 +32,6 @@ class RunDevices:
         """Number of ranks of the job, on all nodes."""
         return self.n_local * self.n_nodes
 
-    @property
-    def backend(self) -> str:
-        """Default torch.distributed backend for the accelerator: nccl for CUDA, else gloo."""
-        return "nccl" if self.accelerator == "cuda" else "gloo"
-
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a local rank, with the index that the device has in this process.
 
