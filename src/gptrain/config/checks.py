@@ -124,7 +124,7 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
     if count_nodes(trainer.num_nodes) != process.n_nodes:
         message = f"ranks start on {process.n_nodes} node(s)"
         yield problem(run, "trainer.num_nodes", message, "torchrun --nnodes=..., or srun")
-    if process.is_rank and count_devices(trainer.devices) not in (None, n_local):
+    if process.is_rank and count_devices(trainer.devices) != n_local:
         message = f"the launcher has started {n_local} ranks on each node"
         yield problem(run, "trainer.devices", message, f"trainer.devices={n_local}")
 

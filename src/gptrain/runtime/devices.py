@@ -56,9 +56,7 @@ def find_devices(cfg: RunConfig) -> RunDevices:
         hint = "trainer.precision=bf16-mixed"  # Lightning would take it without an error
         raise ConfigError.of("trainer.precision", precision, "not supported on CPU", hint=hint)
     n_visible = torch.cuda.device_count() if accelerator == "cuda" else 1
-    n_local = count_devices(devices)
-    if n_local is None:  # those of the launcher, or else all GPUs
-        n_local = process.world_size // process.n_nodes if process.is_rank else n_visible
+    n_local = count_devices(devices) or n_visible
     numbers = tuple(devices) if isinstance(devices, list) else ()
     is_own = process.is_rank and n_visible == 1  # the launcher shows one GPU to a rank
     if accelerator == "cuda" and max(numbers or [n_local - 1]) >= n_visible and not is_own:

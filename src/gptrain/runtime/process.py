@@ -184,12 +184,14 @@ def count_cores() -> int:
 
 
 def count_devices(devices: int | str | list[int]) -> int | None:
-    """Return the number of ranks per node that trainer.devices asks for, or None for "auto".
+    """Return the number of ranks per node that trainer.devices asks for.
 
-    "auto" leaves it to the launcher or the machine. Of a list of device numbers the length counts.
+    "auto" means the launcher's, or None without one, which leaves it to the machine. Of a list of
+    device numbers the length counts.
     """
+    process = this_process()
     if devices == "auto":
-        return None
+        return process.world_size // process.n_nodes if process.is_rank else None
     return len(devices) if isinstance(devices, list) else int(devices)
 
 
