@@ -11,8 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gptrain.checkpoints.signature import read_signed_record
 from gptrain.config.compose import key_of, open_hydra
-from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, first_line
+from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
+from gptrain.core.small_files import read_values
 
 # Groups and keys that are never taken from an earlier run: where it wrote, where it resumed from,
 # and what its user trusted.
@@ -40,7 +41,11 @@ def expand(typed: list[str]) -> list[str]:
 
 
 def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a run. A ConfigError if missing, or neither signed nor trusted."""
+    """Return the overrides of a run.
+
+    Raises a ConfigError if they are missing, or neither signed nor trusted, and an
+    UnreadableFileError if they are no YAML. Signed ones were written by gptrain.
+    """
     file = expand_home(folder) / ".hydra" / "overrides.yaml"
     if not file.is_file():
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)
@@ -48,12 +53,8 @@ def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
     if record is None and typed.get("trust", "").lower() != "true":
         message = "not started by you on this machine; its config can run any code"
         raise ConfigError.of("from_run", folder, message, hint="trust=true")
-    try:
-        text = record[file.name] if record else file.read_bytes()
-        return [str(word) for word in yaml.safe_load(text)]
-    except (OSError, TypeError, yaml.YAMLError) as error:
-        message = f"{file}: {first_line(error)}"
-        raise ConfigError.of("from_run", folder, message, code=BAD_DATA) from error
+    words = read_values(file) if record is None else yaml.safe_load(record[file.name])
+    return [str(word) for word in words]
 
 
 def is_left_out(word: str) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 import zlib
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ OTHERS = (
 JOB_NAME = "GPTRAIN_JOB"  # name of the run folder of a job of SLURM
 # Number of restarts, in ranks whose parent has expanded `from_run` and checked the config.
 CHECKED = "GPTRAIN_CHECKED"
-_START_S = time.time()  # approximate start of this process
+_START = datetime.now()  # approximate start of this process
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ def adopt_launcher() -> None:
             array = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
             name = "_".join(env[name] for name in array if name in env) or env["SLURM_JOB_ID"]
             # A later srun of the same job is another run.
-            env[JOB_NAME] = f"slurm-{name}" + (f".{step}" if step != "0" else "")
-            job = f"{env['SLURM_JOB_ID']}.{step}"
+            env[JOB_NAME] = job = f"slurm-{name}" + (f".{step}" if step != "0" else "")
             if threads := env.get("SLURM_CPUS_PER_TASK"):
                 env.setdefault("OMP_NUM_THREADS", threads)
         elif env["WORLD_SIZE"] != env.get("LOCAL_WORLD_SIZE"):
@@ -166,8 +165,7 @@ def run_stamp() -> str:
     """
     if name := os.environ.get(JOB_NAME):
         return name
-    second = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(_START_S))
-    name = f"{second}-{int(_START_S * 1000) % 1000:03d}"
+    name = _START.strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]  # milliseconds
     if this_process().world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return name
     return job_store().compare_set("name of the run folder", "", name).decode()
