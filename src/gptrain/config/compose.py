@@ -194,7 +194,8 @@ def vocabulary_size(cfg: DictConfig) -> int:
         values = cast(Any, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
         for key, name in flatten(values.get("data"), "data").items():
             is_of_part = ".train." in key or ".val." in key
-            if key.endswith(".tokenizer") and name and not is_of_part:
+            # "bpe" learns a vocabulary of the net's size.
+            if key.endswith(".tokenizer") and name not in (None, "bpe") and not is_of_part:
                 size = max(size, _count_tokens(key, name))
     if not size:
         message = "neither data.tokenizer nor model.path has a vocabulary"
@@ -207,9 +208,6 @@ def _count_tokens(key: str, name: str) -> int:
     """Return the highest token id of a tokenizer plus 1. A missing file is an error of `key`."""
     from gptrain.data.tokenizers import load_tokenizer  # imports torch
 
-    if name == "bpe":
-        message = f"needs a number for {VOCAB}, the size of the vocabulary that it learns"
-        raise ConfigError.of(key, name, message, hint=f"{VOCAB}=4096")
     try:
         return load_tokenizer(name).vocab_size
     except FileNotFoundError as error:
