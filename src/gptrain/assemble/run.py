@@ -45,7 +45,8 @@ from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import check_batch, check_fit, check_layout
 from gptrain.runtime.devices import RunDevices, find_devices, native_precision, set_threads
 from gptrain.runtime.launch import typed_words
-from gptrain.runtime.process import Process, start_store, this_process
+from gptrain.runtime.process import Process, this_process
+from gptrain.runtime.store import start_store
 from gptrain.runtime.watchdog import Guard
 
 # Timeouts in seconds, by phase of the start.

@@ -69,7 +69,7 @@ def start_group(
         world_size: Number of ranks of the job.
         timeout_s: Time for which a rank waits for the others, and timeout of the collectives, which
             with NCCL is at least an hour.
-        store: Store through which the ranks find each other (`runtime.process.start_store`).
+        store: Store through which the ranks find each other (`runtime.store.start_store`).
         is_one_node: True lets gloo and NCCL use the loopback interface, unless an environment
             variable names another, so that no port can be reached from other machines.
 

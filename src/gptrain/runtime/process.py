@@ -1,10 +1,8 @@
-"""Rank and world size of this process, and how the ranks of a job find each other.
+"""Rank and world size of this process, and the numbers of ranks, nodes and cores.
 
 Every launcher's variables are translated into those of torchrun, once, at the start of a command.
 This module imports no torch, because it is used before torch is imported, and by Hydra's resolvers.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -12,13 +10,8 @@ import sys
 import zlib
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
-from typing import TYPE_CHECKING
 
 from gptrain.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 PORTS = range(20000, 30000)  # below the ports that Linux assigns to outgoing connections
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -123,51 +116,21 @@ def is_restart() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
-@cache
-def job_store() -> Store:
-    """Return the store through which the ranks find each other. Every rank must call it.
-
-    torchrun serves it, or else rank 0, at MASTER_ADDR and MASTER_PORT. Raises a ValueError if one
-    of these is missing, and a torch.distributed.DistError if the store cannot be reached.
-    """
-    from torch.distributed import rendezvous
-
-    store, _, _ = next(rendezvous("env://"))
-    return store
-
-
-def start_store() -> Store:
-    """Return a store for this start of the ranks to make their process group with. Collective.
-
-    It is a HashStore for one rank, else a part of the store at MASTER_ADDR and MASTER_PORT. Raises
-    a ValueError if one of these is missing, and a torch.distributed.DistError if it cannot connect.
-
-    torchrun keeps its store when it restarts the ranks of one node. On several nodes each agent
-    counts its own restarts only; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new
-    store (pytorch#135712).
-    """
-    from torch.distributed import HashStore, PrefixStore
-
-    process = this_process()
-    if process.world_size == 1:
-        return HashStore()
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"start {count if process.n_nodes == 1 else ''}", job_store())
-
-
 def run_stamp() -> str:
     """Return the name of this run's folder, which is the same on all ranks of a job.
 
     Under srun it is `slurm-<job>`, or `slurm-<array job>_<task>` in an array, followed by `.<step>`
     after the first srun of the job, and the same when the job is requeued. Otherwise it is the time
     at which the first rank that asks has started, such as `2026-01-31_12-00-00-123`: several ranks
-    connect to agree on it, so that all must call this function. Raises as `start_store`.
+    connect to agree on it, so that all must call this function. Raises as `store.job_store`.
     """
     if name := os.environ.get(JOB_NAME):
         return name
     name = _START.strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]  # milliseconds
     if this_process().world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return name
+    from gptrain.runtime.store import job_store  # imports torch
+
     return job_store().compare_set("name of the run folder", "", name).decode()
 
 
