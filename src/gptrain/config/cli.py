@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -231,7 +230,7 @@ def find_finished(folder: Path, words: list[str]) -> runs.RunRecord | None:
 def record_refusal(folder: Path, words: list[str], code: int, message: str) -> None:
     """Record a job whose config was refused, and its overrides `words`, for the sweep's table."""
     (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*words]))
+    (folder / ".hydra" / "overrides.yaml").write_text(OmegaConf.to_yaml(words))
     write_status(folder, cause="refused", exit_code=code, message=message)
 
 
