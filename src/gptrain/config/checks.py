@@ -25,7 +25,7 @@ from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.value_types import TargetConfig
-from gptrain.runtime.process import count_devices, count_nodes, this_process
+from gptrain.runtime.process import count_devices, count_nodes
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
 BASES = {  # base class of the object at a key, or at each key of a group
@@ -119,12 +119,11 @@ def _check_heads(run: RunConfig, model: DecoderConfig) -> Iterator[ConfigIssue]:
 
 def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield a problem if the ranks of the config are not those of the launcher."""
-    process, trainer = this_process(), run.trainer
-    n_local = process.world_size // process.n_nodes
-    if count_nodes(trainer.num_nodes) != process.n_nodes:
-        message = f"ranks start on {process.n_nodes} node(s)"
+    n_nodes, n_local = count_nodes("auto"), count_devices("auto")
+    if count_nodes(run.trainer.num_nodes) != n_nodes:
+        message = f"ranks start on {n_nodes} node(s)"
         yield problem(run, "trainer.num_nodes", message, "torchrun --nnodes=..., or srun")
-    if process.is_rank and count_devices(trainer.devices) != n_local:
+    if n_local and count_devices(run.trainer.devices) != n_local:  # a rank of a launcher
         message = f"the launcher has started {n_local} ranks on each node"
         yield problem(run, "trainer.devices", message, f"trainer.devices={n_local}")
 

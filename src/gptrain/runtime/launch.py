@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
@@ -202,7 +202,10 @@ def run_rank(
                 step = error.step if isinstance(error, status.RefusedStepError) else guard.step
                 report_ending(cfg, ending, process.rank, step)
             if process.is_rank:
-                exit_rank(ending.code)
+                # After sys.exit the destructor of a process group would wait for lost ranks.
+                logging.shutdown()
+                sys.stdout.flush()
+                os._exit(ending.code)
             raise JobFailedError(ending.code, ending.line) from error
         finally:
             kill_workers()
@@ -247,17 +250,6 @@ def keep_config(cfg: RunConfig) -> None:
     for name, record in records.items():
         files.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
     sign_record(cfg.run_dir)
-
-
-def exit_rank(code: int) -> NoReturn:
-    """End this process at once, after the logs and streams are flushed.
-
-    After sys.exit the destructor of a process group would wait for lost ranks.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def report_ending(
