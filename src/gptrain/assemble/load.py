@@ -265,10 +265,8 @@ def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     if path.name not in (_SAFETENSORS, _INDEX) or not config.exists():
         return tensors
     if (read := getattr(net, "from_hugging_face", None)) is None:
-        raise ValueError(
-            f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
-            f"`from_hugging_face` that reads it (see gptrain.models)"
-        )
+        reason = f"{type(net).__name__} has no `from_hugging_face` (see gptrain.models)"
+        raise ValueError(f"{config}: {reason}")
     content = read_values(config)
     if not isinstance(content, dict):
         raise UnreadableFileError(config, "not a mapping")

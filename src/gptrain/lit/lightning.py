@@ -110,7 +110,7 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
 def epoch_results(trainer: pl.Trainer) -> list[tuple[Any, ...]]:
     """Return what `self.log(..., on_epoch=True)` has added up in this epoch, on this rank.
 
-    Each tuple has what `restore_epoch_results` needs, also for a metric of torchmetrics.
+    Each tuple has what `load_epoch_results` needs, also for a metric of torchmetrics.
     """
     saved = []
     for item in trainer.fit_loop.epoch_loop._results.values():
@@ -122,7 +122,7 @@ def epoch_results(trainer: pl.Trainer) -> list[tuple[Any, ...]]:
     return saved
 
 
-def restore_epoch_results(trainer: pl.Trainer, saved: list[tuple[Any, ...]]) -> None:
+def load_epoch_results(trainer: pl.Trainer, saved: list[tuple[Any, ...]]) -> None:
     """Let the means of an epoch go on from a result of `epoch_results`, when training starts."""
     for plain, sync, state in saved:
         meta = result._Metadata(**plain)
@@ -150,7 +150,7 @@ def run_after_step(module: pl.LightningModule, function: Callable[..., object]) 
     cast(Any, module).on_train_batch_end = lambda *call: (hook(*call), function(*call))
 
 
-def resume_plateau_schedules(trainer: pl.Trainer) -> None:
+def resume_schedules(trainer: pl.Trainer) -> None:
     """Let ReduceLROnPlateau schedules of a resumed run change as in a run that was never stopped.
 
     Clears flags because of which Lightning would leave out their update at the end of an epoch. If

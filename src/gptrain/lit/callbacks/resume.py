@@ -12,12 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.core.errors import ConfigIssue
 from gptrain.core.labels import count_text
-from gptrain.lit.lightning import (
-    epoch_results,
-    restore_epoch_results,
-    resume_plateau_schedules,
-    strategy_of,
-)
+from gptrain.lit.lightning import epoch_results, load_epoch_results, resume_schedules, strategy_of
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
@@ -74,7 +69,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     """
     for name, parameter in strategy_of(trainer).saved_parameters().items():
         parameter.requires_grad_(name not in state["frozen"])  # a callback may have frozen it
-    resume_plateau_schedules(trainer)
+    resume_schedules(trainer)
     _apply_changes(trainer, changed)
     _follow_schedule(trainer)
     if getattr(strategy_of(trainer).parallel.options, "comm_hook", None) == "powersgd":
@@ -82,7 +77,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     rng = state["rng"]
     if len(rng) == trainer.world_size:
         if results := state["epoch_results"]:  # checkpoints of an older version have none
-            restore_epoch_results(trainer, results[trainer.global_rank])
+            load_epoch_results(trainer, results[trainer.global_rank])
         restore(rng[trainer.global_rank], trainer.strategy.root_device)
     else:
         ranks = f"{count_text(trainer.world_size, 'rank')}, saved by {len(rng)}"

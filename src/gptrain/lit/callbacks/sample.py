@@ -1,13 +1,11 @@
 """A callback that generates text from a prompt, as an example of the model's output."""
 
 import logging
-from contextlib import suppress
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.core import labels
-from gptrain.core.errors import DataError
 from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.text.sampling import Sampling, generate, terminal_text
 
@@ -39,9 +37,7 @@ class SampleText(Callback):
         is_short = trainer.fast_dev_run  # ty: ignore[missing-attribute]
         if tokenizer is None or is_short or is_pipeline or net is None:
             return
-        tokens = []
-        with suppress(DataError):  # the tokenizer has no token for the prompt
-            tokens = [int(token) for token in tokenizer.encode(self._prompt)]
+        tokens = [int(token) for token in tokenizer.encode(self._prompt)]
         if not tokens:
             return
         # A generator of its own leaves the random numbers of the training alone.
