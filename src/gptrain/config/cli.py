@@ -198,7 +198,8 @@ def run_job(job: Job, schema: type[RunConfig], cfg: DictConfig) -> float | None:
     """
     locations.enter()  # the job may run in a process on another machine
     node: Any = HydraConfig.get()
-    folder, typed = Path(node.runtime.output_dir), OmegaConf.to_container(node.overrides.task)
+    folder = Path(node.runtime.output_dir)
+    typed: Any = OmegaConf.to_container(node.overrides.task)  # references stay as they are
     print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
     try:
         if finished := find_finished(folder, typed):
