@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +37,6 @@ _MEGATRON = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {8: "uint16", 4: "uint32", 5: "int64"}
 _SPLITS = ("train", "val", "test")
 _SAMPLED_TOKENS = 2**18  # of the fingerprint
-
-
-class TokenFile(np.memmap):
-    """Read-only memory map of the tokens of a file, (n_tokens,)."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return what maps the file again, because pickle would copy the tokens."""
-        return TokenFile, (self.filename, self.dtype, "r", self.offset, self.shape)
 
 
 @dataclass(eq=False)
@@ -168,7 +159,7 @@ def open_token_file(path: Path, dtype: str = "uint16", vocab_size: int | None = 
             if version != known_version or len(head) < _HEADER_BYTES:
                 raise ValueError(f"truncated header, or not of version {known_version}")
             offset_bytes, n_tokens = _HEADER_BYTES, count
-        tokens = TokenFile(str(path), dtype, "r", offset_bytes)
+        tokens = np.memmap(str(path), dtype, "r", offset_bytes)
         if n_tokens is None and (wider := _find_wider(tokens[:512], vocab_size)):
             raise ValueError(f"not tokens of {dtype} or this vocabulary; try: data.dtype={wider}")
         if n_tokens not in (None, len(tokens)):
