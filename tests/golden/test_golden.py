@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 
 import gptrain
 from gptrain import data, loss, models, optim
-from gptrain.text import sampling
+from gptrain.text import chat, sampling, writing
 from tests.golden import as_lines, check, masked
 from tests.refused.commands import RUN, Answer, answer
 from tests.run import ROOT, Run, new_place, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called", "ignore:data.tokenizer:")
 ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 HYBRID_MESH = ROOT / "tests/topologies/v100_hybrid_mesh.txt"
 
@@ -136,7 +137,8 @@ def outputs() -> tuple[str, ...]:
     parts = []
     for row in ROWS["runs"]:
         place = f"run_dir={folder()}/{row['run_dir']}"
-        ended = run(*full(row["words"]).split(), place, ranks=row["ranks"])
+        words = full(row["words"]).split()
+        ended = run(*words, place, ranks=row["ranks"], env=row.get("env"))
         assert ended.code == row["code"], ended.err
         parts += [f"$ {row['words']} run_dir={row['run_dir']}", *ended.out.splitlines()]
         parts += [*(f"stderr: {line}" for line in ended.err.splitlines()), ""]
@@ -170,7 +172,8 @@ def test_what_python_returns(rows, monkeypatch):
         outputs()
     monkeypatch.chdir(folder())
     names = {"gptrain": gptrain, "json": json, "np": np, "torch": torch, "gzip": gzip}
-    names |= {"read": load_file, "RUN": RUN.split()}
+    names |= {"read": load_file, "RUN": RUN.split(), "chat": chat, "writing": writing}
+    names["answer"] = answer_here
     for module in (data, models, optim, loss, sampling):
         names |= vars(module)
     parts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import os
 import re
@@ -63,7 +64,9 @@ TEXTS = {
     "bad.jsonl": '{"text": "a"}\n{"text"',
     "other.jsonl": '{"body": "a"}\n',
     "finished/result.json": "{}",
+    "held/.lock": "",
     "two/nothing": "",
+    "broken/.hydra/overrides.yaml": "- [x",
     "own/model/mine.yaml": "_target_: torch.nn.Identity\nvocab_size: 256\nown: 1\n",
 }
 PLANTED = {
@@ -84,6 +87,8 @@ def planted() -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
+    lock = os.open(folder / "held" / ".lock", os.O_RDWR)  # open until this process ends
+    fcntl.flock(lock, fcntl.LOCK_EX)
     ended = answer(f"{RUN} run_dir=run", folder)
     assert ended.code == 0, ended.err
     shutil.copytree(folder / "run", folder / "damaged")

@@ -21,22 +21,25 @@ NAMES |= {error.__name__: error for error in (DataError, SaveFailedError, Damage
 
 
 class Raises(Callback):
-    """Raises the exception of this row of exceptions.yaml after the first step."""
+    """Raises the exception of this row of exceptions.yaml in the step after a validation."""
 
     def __init__(self, row: int) -> None:
         self.row = row
 
-    def on_train_batch_end(self, *_):
-        raise eval(list(EXCEPTIONS)[self.row], NAMES)
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            raise eval(list(EXCEPTIONS)[self.row], NAMES)
 
 
 @pytest.mark.parametrize("row", range(len(EXCEPTIONS)), ids=list(EXCEPTIONS))
 def test_an_exception_is_an_exit_code_and_one_line(row):
     callback = f"+callbacks.raises={{_target_:tests.refused.test_exceptions.Raises,row:{row}}}"
-    run = train(*RUN.split(), "checkpoint=none", callback)
+    words = ("checkpoint=none", "trainer.val_check_interval=1", "trainer.limit_val_batches=1")
+    run = train(*RUN.split(), *words, callback)
     cause = run.status["cause"]
     assert f"{run.code} {cause}" == list(EXCEPTIONS.values())[row], run.err
     errors = [line for line in run.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, run.err
     assert ("Traceback" in run.err) == (cause in ("error", "memory"))
+    assert errors[0].endswith("; at step 2 in phase train") == (cause == "error"), run.err
     assert not (run.folder / "result.json").exists()

@@ -156,7 +156,7 @@ class Freezes(Callback):
 class BreaksLayer(Callback):
     """Makes the output of a layer non-finite from step 2 on."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: str | torch.nn.Module):
         self.layer = layer
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

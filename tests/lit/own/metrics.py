@@ -27,11 +27,11 @@ class Counts(Metric):
     def __init__(self):
         super().__init__()
         self.add_state("n", torch.zeros(()), dist_reduce_fx="sum")
-        self.width = 0
+        self.width = 0.0
 
     def update(self, logits, targets):
         self.n += len(targets)
-        self.width = logits.shape[1]
+        self.width = float(logits.shape[1])
 
     def compute(self):
         return {"counted": self.n, "each": [self.n, self.width]}
