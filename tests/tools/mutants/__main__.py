@@ -20,6 +20,7 @@ import sys
 from collections import defaultdict
 from itertools import count
 from pathlib import Path
+from statistics import mean
 
 from coverage import CoverageData
 
@@ -58,6 +59,11 @@ class Records:
             run(checkout, "coverage", "combine", "-q")
         self.seconds = json.loads((folder / "seconds.json").read_text())
         assert self.seconds, f"no test has passed in {checkout}"
+        of_file = defaultdict[str, list[float]](list)
+        for test, seconds in self.seconds.items():
+            of_file[test.partition("::")[0]].append(seconds)
+        # Some tests are quick only because another test of their file has made the same run.
+        self.pace = {test: mean(of_file[test.partition("::")[0]]) for test in self.seconds}
         self.places = defaultdict[tuple[str, int], int](count().__next__)  # place of a line's bit
         self.lines = defaultdict[str, int](int)  # test -> its lines, as the bits of an integer
         data = CoverageData(str(folder / "data"))
@@ -95,7 +101,8 @@ def is_caught(mutant: Mutant, checkout: Path, records: Records) -> bool:
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     source = file.read_text()
     file.write_text(mutant.source())
-    groups = (tests[:12], tests[12:], files)
+    first, others = (sorted(part, key=records.pace.get) for part in (tests[:12], tests[12:]))
+    groups = (first, others, files)  # most mutants fail a test of a quick file
     caught = any(group and run(checkout, *TRY, *group) for group in groups)
     file.write_text(source)
     return caught
