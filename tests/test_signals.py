@@ -106,6 +106,7 @@ def test_a_data_worker_survives_signals_to_the_group(start):
     assert out.decode().split()[1] == "True"
 
 
+@pytest.mark.slow
 def test_a_data_worker_survives_signals_while_it_begins(start):
     out, _ = start(BEGINNING).communicate(timeout=60)
     assert out.decode() == "tensor([0]) tensor([1]) SIGTERM\n"

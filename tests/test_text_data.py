@@ -256,6 +256,7 @@ for path in paths:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_the_same_once_and_memory_does_not_grow_with_the_text(tmp_path):
     texts = [tmp_path / "short.txt", tmp_path / "long.txt"]
     for path, n in zip(texts, (1, 7), strict=True):

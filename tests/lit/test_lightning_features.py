@@ -78,6 +78,7 @@ def test_the_logged_lr_is_that_of_a_modules_own_optimizer_and_schedule(kind, lrs
     assert used == pytest.approx(lrs) if lrs else used[-1] < 0.1
 
 
+@pytest.mark.slow
 def test_model_checkpoint_works_together_with_gptrains_checkpoints(tmp_path):
     words = (
         f"+callbacks.mine={{_target_: {LIGHTNING}.ModelCheckpoint, monitor: train/loss, mode: min,"

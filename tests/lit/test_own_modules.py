@@ -11,6 +11,7 @@ from tests.run import same
 FSDP = (*TWO, "strategy=fsdp", "trainer.val_check_interval=2", "checkpoint.keep=9")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(tmp_path):
     words = (
         f"{MODULES}.WithExtraParameters", "trainer.max_steps=3", ACCURACY,
