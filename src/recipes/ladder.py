@@ -33,7 +33,7 @@ SIZES = {
 }
 # What a run has besides its size: the length is set by the tokens, and lr decays at its end.
 ALWAYS = ["trainer.max_steps=-1", "scheduler=warmup_stable_decay", "ckpt_path=last"]
-TARGET = (857_472, 7.5e6)  # N and D of the large model, whose loss is predicted: of quickstart
+TARGET = (857_472, 7.5e6)  # N and D of quickstart's net, whose loss is predicted
 HUBER = 1e-3  # log residual from which on a run counts less, as in Hoffmann et al.
 N_SAMPLES = 200  # bootstrap samples of the interval
 

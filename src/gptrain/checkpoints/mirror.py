@@ -47,8 +47,8 @@ class Mirror:
         """Check that the mirror is empty or belongs to this run, or restore a lost run from it.
 
         Call it on rank 0, under the run lock, after `store.clean`. With `restore` the store must be
-        empty: it gets the checkpoints of the mirror, if there are any (`restore`),
-        and `lock` and `store` get the identity of their run.
+        empty: it gets the checkpoints of the mirror, if there are any (`restore`), and `lock` and
+        `store` get the identity of their run.
 
         Raises:
             ConfigError: If the mirror holds another run, or if reading it or writing the copies

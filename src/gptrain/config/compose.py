@@ -195,7 +195,7 @@ def vocabulary_size(cfg: DictConfig) -> int:
         for key, name in flatten(values.get("data"), "data").items():
             is_of_part = ".train." in key or ".val." in key
             # "bpe" learns a vocabulary of the net's size.
-            if key.endswith(".tokenizer") and name not in (None, "bpe") and not is_of_part:
+            if key.endswith(".tokenizer") and name and name != "bpe" and not is_of_part:
                 size = max(size, _count_tokens(key, name))
     if not size:
         message = "neither data.tokenizer nor model.path has a vocabulary"

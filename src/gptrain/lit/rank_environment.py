@@ -1,4 +1,4 @@
-"""Tells Lightning the rank of this process."""
+"""The rank of this process and the number of ranks, in the form that Lightning reads."""
 
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 

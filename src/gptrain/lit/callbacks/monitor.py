@@ -111,7 +111,7 @@ class TrainingMonitor(Callback):
                 discard(self.first_step)
         self.speed = Speed(trainer)
         if (checkpoints := self.checkpoints) is not None:
-            run_after_step(pl_module, lambda *call: checkpoints.end_micro_step(trainer, call[2]))
+            run_after_step(pl_module, lambda _, __, idx: checkpoints.end_micro_step(trainer, idx))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step of the epoch before, if it is due."""
