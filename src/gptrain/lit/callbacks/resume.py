@@ -27,12 +27,12 @@ def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     `epoch_results` (that function's result on each rank). All ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
-    checkpoint["rng"] = gather(capture(trainer.strategy.root_device))
-    checkpoint["epoch_results"] = gather(epoch_results(trainer))
-    checkpoint["logged"] = reproducible_metrics(trainer)
     parameters = strategy_of(trainer).saved_parameters().items()
-    frozen = gather([name for name, parameter in parameters if not parameter.requires_grad])
-    checkpoint["frozen"] = sorted({name for names in frozen for name in names})
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+    own = capture(trainer.strategy.root_device), epoch_results(trainer), frozen
+    checkpoint["rng"], checkpoint["epoch_results"], of_ranks = zip(*gather(own), strict=True)
+    checkpoint["frozen"] = sorted({name for names in of_ranks for name in names})
+    checkpoint["logged"] = reproducible_metrics(trainer)
 
 
 def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
@@ -76,8 +76,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
         log.warning("resumed: powersgd has lost its errors, and begins with full gradients again")
     rng = state["rng"]
     if len(rng) == trainer.world_size:
-        if results := state["epoch_results"]:  # checkpoints of an older version have none
-            load_epoch_results(trainer, results[trainer.global_rank])
+        load_epoch_results(trainer, state["epoch_results"][trainer.global_rank])
         restore(rng[trainer.global_rank], trainer.strategy.root_device)
     else:
         ranks = f"{count_text(trainer.world_size, 'rank')}, saved by {len(rng)}"
