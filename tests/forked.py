@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from gptrain.lit import measure
 from gptrain.runtime import launch
+from gptrain.runtime.signals import SIGNALS
 from tests.fast import some_flops_per_s
 
 ROOT = str(Path(__file__).parents[1])
@@ -91,6 +93,8 @@ def run_command(
     out: Path, err: Path, environment: dict[str, str], folder: str, script: str, *words: str
 ) -> None:
     """Run a Python script as a rank, with its output in these files."""
+    for number in SIGNALS:  # a process that was forked within a run has the handlers of its parent
+        signal.signal(number, signal.SIG_DFL)
     measure.measure_matmul = some_flops_per_s
     append_output(out, err)
     ends = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -99,6 +103,6 @@ def run_command(
     os.environ.clear()
     os.environ.update(environment | of_torch)
     os.chdir(folder)
-    GlobalHydra.instance().clear()  # a process that was forked within a run has that of its parent
+    GlobalHydra.instance().clear()
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")

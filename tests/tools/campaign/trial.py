@@ -156,11 +156,11 @@ def mix_up(folder: Path, draw: Random) -> None:
 
 
 def storm(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """Cause one fault after another until the run is done, and at least 20 faults."""
+    """Cause one fault after another until the run is done, and at least 5 faults."""
     run_dir, (_, reference) = lab.new(f"{row.fault}-storm"), lab.reference(*row.reference)
     for n_faults in range(200):
         attempt, failure = befall(row, lab, draw, run_dir)
-        if failure or (attempt.code == 0 and n_faults < 20):
+        if failure or (attempt.code == 0 and n_faults < 5):
             return failure or f"done after {n_faults} faults"
         if attempt.code == 0:
             return difference(run_dir, reference)
