@@ -73,14 +73,14 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
     strategy, model, scheduler = run.strategy, run.model, run.scheduler
     if isinstance(model, DecoderConfig):
         yield from _check_heads(run, model)
-    if find_precision(run.trainer.precision).is_fp16 and not strategy.is_standard:
+    if find_precision(run.trainer.precision).is_fp16 and strategy.needs:
         message = f"strategy={strategy.name} does not scale the loss, which fp16 needs"
         yield problem(run, "trainer.precision", message, "trainer.precision=bf16-mixed")
     if strategy.needs and model.compile == "model":
         message = f"strategy={strategy.name} has collectives and hooks between the blocks"
         yield problem(run, "model.compile", message, "model.compile=blocks")
     if isinstance(run.data, DataModuleConfig):
-        if not strategy.is_standard:
+        if strategy.needs:
             message = "divides the samples, and a LightningDataModule divides its own"
             yield problem(run, "strategy.name", message, "strategy=ddp")
         message = "not with a LightningDataModule, whose order, samples and tokens are not known"

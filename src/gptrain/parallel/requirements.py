@@ -13,7 +13,6 @@ from gptrain.core.strategies import (
     PipelineOptions,
     StrategyOptions,
     count_microbatches,
-    divisors,
     strategy_name,
 )
 
@@ -71,7 +70,8 @@ def _check_split(net: Net, dims: ParallelDims) -> None:
             if heads % n_ranks:
                 message = f"{n_ranks} ranks do not divide {name}={heads}: a rank has whole heads"
                 key = f"strategy.{axis}_parallel_size"
-                raise IncompatibleModelError(key, f"{message}; allowed: {divisors(heads)}")
+                allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+                raise IncompatibleModelError(key, f"{message}; allowed: {allowed}")
     if dims.pipeline > 1:
         if dims.pipeline > (n_blocks := len(net.blocks)):
             message = f"{dims.pipeline} stages, but the net has {n_blocks} blocks"
