@@ -10,6 +10,7 @@ import inspect
 import json
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any
 
@@ -21,7 +22,6 @@ from pydantic.errors import PydanticUserError
 from gptrain.config.compose import plain, typed
 from gptrain.core.errors import ConfigError, ConfigIssue, first_line, show
 from gptrain.core.lengths import find_end
-from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, RunConfig
 from gptrain.core.value_types import TargetConfig
@@ -62,7 +62,6 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     cfg.run_dir = HydraConfig.get().runtime.output_dir  # each job of a sweep has its own
-    cfg.output_dir = str(expand_home(cfg.output_dir))
     return typed(plain(cfg), schema)
 
 
@@ -142,13 +141,10 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
     given = {key: value for key, value in node.items() if not key.startswith("_")}
     unused = computed - signature.parameters.keys()
     signature.bind_partial(**{key: value for key, value in given.items() if key not in unused})
-    if is_library:
-        return
-    try:
+    types = {}
+    with suppress(Exception):  # an annotation may name something that only a type checker imports
         types = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
-    except Exception:  # an annotation names something that only a type checker imports
-        return
-    for key in types.keys() & given.keys() - computed:
+    for key in types.keys() & given.keys() - computed if not is_library else ():
         text = json.dumps(given[key], default=str)
         try:
             if "_target_" not in text:  # the value of a nested node is made later

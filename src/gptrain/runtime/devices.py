@@ -8,7 +8,7 @@ import torch
 from gptrain.core.errors import ConfigError
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import count_cores, count_devices, count_nodes, this_process
+from gptrain.runtime.process import count_cores, count_devices, this_process
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def find_devices(cfg: RunConfig) -> RunDevices:
     """
     accelerator, process = accelerator_of(cfg.trainer.accelerator), this_process()
     devices, precision = cfg.trainer.devices, cfg.trainer.precision
-    if (n_nodes := count_nodes(cfg.trainer.num_nodes)) != process.n_nodes:
+    if (n_nodes := cfg.trainer.num_nodes) not in ("auto", process.n_nodes):
         message, hint = f"ranks start on {process.n_nodes} node(s)", "torchrun --nnodes, or srun"
         raise ConfigError.of("trainer.num_nodes", n_nodes, message, hint=hint)
     if accelerator == "cpu" and find_precision(precision).is_fp16:
@@ -69,7 +69,7 @@ def find_devices(cfg: RunConfig) -> RunDevices:
     if accelerator == "cuda" and max(numbers or [n_local - 1]) >= n_visible and not is_own:
         message, hint = f"{n_visible} visible here", f"trainer.devices={n_visible}"
         raise ConfigError.of("trainer.devices", devices, message, hint=hint)
-    return RunDevices(accelerator, n_local, n_nodes, numbers)
+    return RunDevices(accelerator, n_local, process.n_nodes, numbers)
 
 
 def accelerator_of(name: str) -> str:
