@@ -44,9 +44,12 @@ def numbers(machine):
     [([1, 3], [1, 3]), ("3,1", [3, 1]), ("3,", [3]), ([3], [3]), (2, [0, 1]), ("2", [0, 1]),
      ("auto", [0, 1, 2, 3]), (-1, [0, 1, 2, 3]), ("-1", [0, 1, 2, 3])],
 )  # fmt: skip
-def test_ranks_take_the_gpus_that_are_listed_or_the_first(devices, expected, visible):
+def test_ranks_take_the_gpus_that_are_listed_or_the_first(devices, expected, visible, monkeypatch):
     visible(4)
     assert numbers(machine_of(devices)) == expected
+    n_local = len(expected)
+    for name, n in {"RANK": 0, "WORLD_SIZE": 3 * n_local, "LOCAL_WORLD_SIZE": n_local}.items():
+        monkeypatch.setenv(name, str(n))
     assert machine_of(devices, n_nodes=3).world_size == 3 * len(expected)
 
 

@@ -83,7 +83,7 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
     assert "error: optimizer.lr=-1: " in sweep.err
     table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
     early, failed, refused = table
-    assert early["ended"].startswith("early stop: val/loss=") and early["ended"] in sweep.out
+    assert early["ended"].startswith("early stop: at step 3: ") and early["ended"] in sweep.out
     assert failed["ended"].startswith("nonfinite: step") and failed["ended"] in sweep.out
     assert (failed["run"], refused["optimizer.lr"]) == ("1-lr_1e+30", "-1")
     assert refused["ended"].startswith("refused: optimizer.lr=-1: ")

@@ -22,7 +22,9 @@ MASKS = {
     r"events\.out\.tfevents[\w.-]+": "events.out.tfevents",
     rf"(?<=[\s(]){NUMBER}(?= ({UNITS}))": "#",
     rf"(?<=tokens/s ){NUMBER}": "#",
-    rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm|my_accuracy) {NUMBER}": (r"\1 #"),
+    rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm|my_accuracy|score:) {NUMBER}": (
+        r"\1 #"
+    ),
     # A table of runs: its times, and losses.
     r"(?m)^run .* ended$": lambda heading: " ".join(heading[0].partition("  steps ")[0].split()),
     r"(?m)^(\S+lr_\S+)( +\S+) .* (steps done:.*|refused:.*)$": r"\1\2 # \3",

@@ -32,6 +32,9 @@ def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed
     # All ranks count: 3 of 12 samples are of this part, which has 2999 // 17 = 176 samples.
     assert one_rank.line("data") == two_ranks.line("data")
     assert "web 0.25: 3,000 tokens · 0.017 epochs" in one_rank.line("data")
-    again = fit(*words, "task=validate", f"ckpt_path={one_rank.folder}")
+    words = (*words, "task=validate", f"ckpt_path={one_rank.folder}")
+    again = fit(*words)
     for name in ("val/loss", "val/book/loss", "val/web/loss"):
         assert again.metrics[name] == pytest.approx(one_rank.metrics[name], rel=1e-6)
+    one_batch_each = fit(*words, "trainer.limit_val_batches=1").metrics
+    assert {"val/book/loss", "val/web/loss"} <= one_batch_each.keys()

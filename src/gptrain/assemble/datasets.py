@@ -1,6 +1,7 @@
 """Builds the datasets of a run, and checks that the module can read their samples."""
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -24,7 +25,6 @@ from gptrain.lit.user_data import LOADERS, UserData
 from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import this_process
 
-_Datasets: TypeAlias = tuple[Any, Any, Any]  # training, validation and test set
 PAIR = "a pair of int64 (tokens (T,), targets (T,)), see gptrain.data, or a module that reads these"
 
 
@@ -50,15 +50,12 @@ def _build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
 
 
 def _build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Any:
-    """Build `data.<name>`, as pairs for a LanguageModel. A ConfigError if it has no index."""
+    """Build `data.<name>`, as pairs for a LanguageModel."""
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
     # An integer is the number of batches that all ranks together evaluate.
     n_samples = max(1, limit) * cfg.data.batch_size if type(limit) is int else None
     dataset = as_indexed(build_target(section.node(), key), key, n_samples)
-    if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
-        message = f"made a {type(dataset).__name__} without __len__ and __getitem__(index)"
-        raise ConfigError.of(f"{key}._target_", section.target, message)
     if isinstance(dataset, StreamDataset) and (value := cfg.trainer.overfit_batches):
         overfit, message = "trainer.overfit_batches", "a stream has no index, and is read once"
         raise ConfigError.of(overfit, value, message, hint=f"{overfit}=0")
@@ -66,7 +63,7 @@ def _build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Any
     return as_pairs(dataset, key) if issubclass(module_type, LanguageModel) else dataset
 
 
-def build_datasets(cfg: RunConfig) -> _Datasets:
+def build(cfg: RunConfig) -> tuple[Any, Any, Any]:
     """Build the training, validation and test set of a run. The function uses no collective.
 
     The first call on a machine may write caches, such as the tokens of a corpus. The test set is
@@ -74,11 +71,10 @@ def build_datasets(cfg: RunConfig) -> _Datasets:
     and the validation set, and the test set is None.
 
     Raises:
-        ConfigError: If a file is missing (exit code 66), if a class makes no dataset with
-            `__len__` and `__getitem__`, if a stream is to be overfitted, or if Lightning refuses
-            the LightningDataModule.
-        DataError: If data of gptrain's datasets are empty or damaged. Other errors of the classes
-            pass unchanged.
+        ConfigError: If a file is missing (exit code 66), if a stream is to be overfitted, or if
+            Lightning refuses the LightningDataModule.
+        DataError: If data of gptrain's datasets are empty or damaged, or if a class makes no
+            dataset with `__len__` and `__getitem__`. Other errors of the classes pass unchanged.
     """
     if isinstance(cfg.data, DataModuleConfig):
         data = _build_user_data(cfg, cfg.data)
@@ -88,7 +84,9 @@ def build_datasets(cfg: RunConfig) -> _Datasets:
     return train, val, None if cfg.data.test is None else _build_dataset(cfg, "test")
 
 
-def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _Datasets) -> None:
+def check_samples(
+    cfg: RunConfig, module: type[pl.LightningModule], datasets: Sequence[Any]
+) -> None:
     """Check that the training has an end, and the first sample of each dataset that the run reads.
 
     The sample must be a pair of tokens and targets if `read_as_pairs` has the dataset. Otherwise it
@@ -96,7 +94,7 @@ def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: _D
 
     Args:
         module: Class of the module.
-        datasets: Result of `build_datasets`. A test set of None stands for the validation set.
+        datasets: Result of `build`. A test set of None stands for the validation set.
 
     Raises:
         ConfigError: If the training data are a stream without a length and nothing ends the run

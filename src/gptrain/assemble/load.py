@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from gptrain.assemble.companion_files import GENERATION, read_ends
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, verify
-from gptrain.checkpoints.signature import read_signed_record
+from gptrain.checkpoints.signature import read_record
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import SavedTensors, load_file
@@ -129,15 +128,14 @@ def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
     files = [folder / ".hydra" / "config.yaml" for folder in folders]
     if config := next((file for file in files if file.is_file()), None):
         run_dir = config.parent.parent
-        record = read_signed_record(run_dir)
-        content = yaml.safe_load(record[config.name]) if record else read_values(config)
+        content, is_signed = read_record(config)
     else:
-        record, run_dir = None, source.parent
+        run_dir, is_signed = source.parent, False
         content = load_file(source) if source.is_file() else {}
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or "_target_" not in model:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
-    if record is None and not trust:
+    if not is_signed and not trust:
         message = f"{source}: not made by you on this machine; its config can run any code"
         raise ConfigError.of("", None, message, hint="trust=true")
     return content, run_dir

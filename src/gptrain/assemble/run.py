@@ -14,15 +14,9 @@ import lightning.pytorch as pl
 import torch
 from torch import distributed, nn
 
+from gptrain.assemble import datasets
 from gptrain.assemble.companion_files import write_tokenizer
 from gptrain.assemble.config_errors import as_config_errors
-from gptrain.assemble.datasets import (
-    build_datasets,
-    check_samples,
-    find_tokens,
-    first_batches,
-    read_as_pairs,
-)
 from gptrain.assemble.load import build_net, start_from
 from gptrain.assemble.module import build_module, build_optimizer, module_class
 from gptrain.assemble.resume import continue_run
@@ -78,9 +72,7 @@ def check(cfg: RunConfig) -> None:
         if isinstance(limit, int) and (cfg.data.sample_tokens or 0) > limit:
             message, hint = f"longer than the {limit} positions of the net", f"data.seq_len={limit}"
             raise ConfigError.of("data.seq_len", cfg.value_of("data.seq_len"), message, hint=hint)
-        model = _with_compile(cfg, devices, lambda: net).model
-        keys = ("activation_checkpointing", "compile")
-        check_fit(net, cfg.strategy, dims, {f"model.{key}": getattr(model, key) for key in keys})
+        check_fit(net, cfg.strategy, dims, _with_compile(cfg, devices, lambda: net).model)
         if cfg.data.masks_documents:
             check_layout(net)
     if cfg.task == "fit" and issubclass(module_type, LanguageModel):
@@ -135,18 +127,18 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     # Rank 0 may tokenize a corpus for hours. There is nothing to save yet.
     guard.beat(phase="data", allow_s=_PREPARING_S)
     with guard.nothing_to_save():
-        train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, _PREPARING_S)
+        train, val, test = after_rank_0(partial(datasets.build, cfg), process.rank, _PREPARING_S)
     guard.beat(phase="build", allow_s=_STARTING_S)
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)
-    check_samples(cfg, module_type, (train, val, test))
+    datasets.check_samples(cfg, module_type, (train, val, test))
     batch = plan_batch(cfg, dims.data)
     if cfg.trainer.overfit_batches:
-        train = first_batches(train, cfg.trainer.overfit_batches, batch)
+        train = datasets.first_batches(train, cfg.trainer.overfit_batches, batch)
     if isinstance(train, UserData):  # the batch size is that of the user's loader
         batch = replace(batch, batch_size=train.batch_size)
     sample = train[0]
-    tokens = find_tokens(sample)
+    tokens = datasets.find_tokens(sample)
     lengths = plan_lengths(cfg, batch, len(train), None if tokens is None else len(tokens))
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
@@ -173,7 +165,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             precision=cfg.trainer.precision,
             sample=tokens if issubclass(module_type, LanguageModel) else None,
         )
-        if "train" in read_as_pairs(module_type) and has_documents(sample):
+        if "train" in datasets.read_as_pairs(module_type) and has_documents(sample):
             check_layout(net, len(sample[0]))
         if checkpoint is None and cfg.init_from is not None:
             start_from(cfg, str(cfg.init_from), net, strategy.full_net)
@@ -194,7 +186,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             seed=cfg.seed,
             rank=dims.data_rank(process.rank),
             world_size=dims.data,
-            equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
+            equal_lengths=datasets.read_as_pairs(module_type) if lengths.unit == "tokens" else (),
             vocab_size=cfg.model.arguments.get("vocab_size"),
             num_workers=cfg.data.num_workers,
             pin_memory=devices.accelerator == "cuda",

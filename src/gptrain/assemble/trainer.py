@@ -78,8 +78,9 @@ def build_trainer(
         "default_root_dir": cfg.run_dir,
     }
     for key in ("limit_val_batches", "limit_test_batches"):
-        # TextDataModule has applied the limit. Lightning would take the fraction a second time.
-        if not is_users and isinstance(fraction := options.get(key), float) and fraction:
+        # TextDataModule has applied the limit. Lightning would take a fraction a second time, and
+        # compare a number, which is that of each part of a mixture, with the sum of all parts.
+        if not is_users and options.get(key):
             options[key] = None
     with misconfiguration_as_config_error("callbacks"):
         return disable_signals_and_autoresume(make(**options))

@@ -3,7 +3,6 @@
 import functools
 import logging
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -34,7 +33,6 @@ from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import peak_memory_bytes
 from gptrain.lit.user_data import LOADERS
 from gptrain.parallel.mesh import gather
-from gptrain.runtime.launch import typed_words
 
 log = logging.getLogger(__name__)
 # Arguments of the net that are printed, if it has them
@@ -216,10 +214,8 @@ class TrainingRun:
         for part in callbacks_of(trainer):
             if isinstance(part, Timer) and (part.time_remaining() or 1.0) <= 0:
                 return "max_time", f"at step {step}"
-            if isinstance(part, EarlyStopping) and part.stopping_reason.value:
-                why = part.stopping_reason.name.lower().replace("_", " ")
-                value = trainer.callback_metrics[part.monitor]
-                return "early stop", f"{part.monitor}={value:.4g} {why}, at step {step}"
+            if isinstance(part, EarlyStopping) and part.stopping_reason_message:
+                return "early stop", f"at step {step}: {part.stopping_reason_message}"
         return "stopped", f"by a callback or the module (trainer.should_stop), at step {step}"
 
 
@@ -229,10 +225,8 @@ def _describe_run(trainer: pl.Trainer) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device == "cuda" else f"{device} ({platform.machine()})"
     return {
         "command": shell.command("python", *sys.argv),
-        "overrides": typed_words(),
         "git": _read_git(find_project() or LIBRARY),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES},
-        "host": socket.gethostname(),
         "devices": f"{trainer.world_size} x {name}",
         "threads": torch.get_num_threads(),
     }

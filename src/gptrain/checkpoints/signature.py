@@ -12,8 +12,12 @@ import stat
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from gptrain.checkpoints import files
+from gptrain.core.small_files import read_values
 
 RECORDS = ("overrides.yaml", "config.yaml", "hydra.yaml")
 
@@ -32,17 +36,18 @@ def sign_record(run_dir: str | Path) -> None:
     files.replace(Path(run_dir) / ".hydra" / "signature", _sign(_read_records(run_dir)))
 
 
-def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
-    """Return name -> content of the record files in the .hydra folder of a run, if it is signed.
+def read_record(file: Path) -> tuple[Any, bool]:
+    """Return the content of a record file of a run, and whether this user has signed it.
 
-    None if this user has not signed them on this machine, or if a file cannot be read. Use the
-    returned bytes, which were verified, and do not read the files again: they may change.
+    A signed record is the content whose signature was verified. Aliases of YAML are allowed in it,
+    because gptrain has written it. Raises the errors of `read_values` for any other file.
     """
     with suppress(OSError):
-        records = _read_records(run_dir)
-        signature = (Path(run_dir) / ".hydra" / "signature").read_bytes()
-        return records if hmac.compare_digest(signature, _sign(records)) else None
-    return None
+        records = _read_records(file.parents[1])
+        signature = file.with_name("signature").read_bytes()
+        if hmac.compare_digest(signature, _sign(records)):  # the files may change from now on
+            return yaml.safe_load(records[file.name]), True
+    return read_values(file), False
 
 
 def _key_file() -> Path:

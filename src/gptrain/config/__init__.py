@@ -4,6 +4,5 @@
 """
 
 from gptrain.config.cli import main
-from gptrain.core.errors import ConfigError, ConfigIssue
 
-__all__ = ["ConfigError", "ConfigIssue", "main"]
+__all__ = ["main"]

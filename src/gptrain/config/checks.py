@@ -1,8 +1,8 @@
 """Checks of a typed config, before anything is written and before a rank starts.
 
 `check_rules` has the rules between keys, without which a run would silently compute something else,
-or never end. The net, the strategy and the batch have rules of their own, which
-`assemble.run.check` applies. They are not repeated in this file, except for the heads of shipped
+or never end. The net, the strategy, the batch and the launcher have rules of their own, which
+`assemble.run.check` applies. They are not repeated in this file, except for the width of shipped
 nets: the planner counts these nets without building them.
 """
 
@@ -10,6 +10,7 @@ import inspect
 import json
 import typing
 from collections.abc import Iterator
+from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any
 
@@ -21,11 +22,9 @@ from pydantic.errors import PydanticUserError
 from gptrain.config.compose import plain, typed
 from gptrain.core.errors import ConfigError, ConfigIssue, first_line, show
 from gptrain.core.lengths import find_end
-from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
-from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
+from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, RunConfig
 from gptrain.core.value_types import TargetConfig
-from gptrain.runtime.process import count_devices, count_nodes
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
 BASES = {  # base class of the object at a key, or at each key of a group
@@ -51,36 +50,35 @@ def problem(run: RunConfig, key: str, message: str, hint: str = "") -> ConfigIss
 def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """Check a composed config and return the typed config. Nothing is written.
 
-    Launcher and classes are checked only for a training or an evaluation.
+    Classes are checked only for a training or an evaluation.
 
     Raises:
         ConfigError: With all problems of the first kind of check that finds one.
     """
     run = typed(values := plain(cfg), schema)
     problems = [*check_rules(run)]
-    if schema is RunConfig:  # a command with keys of its own makes no run
-        problems += check_launcher(run)
-        problems = problems or [*check_classes(run, values)]  # torch takes seconds
+    if schema is RunConfig and not problems:  # a command with keys of its own makes no run
+        problems += check_classes(run, values)  # torch takes seconds
     if problems:
         raise ConfigError(problems)
     cfg.run_dir = HydraConfig.get().runtime.output_dir  # each job of a sweep has its own
-    cfg.output_dir = str(expand_home(cfg.output_dir))
     return typed(plain(cfg), schema)
 
 
 def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each key that contradicts another one. Imports no torch."""
     strategy, model, scheduler = run.strategy, run.model, run.scheduler
-    if isinstance(model, DecoderConfig):
-        yield from _check_heads(run, model)
-    if find_precision(run.trainer.precision).is_fp16 and not strategy.is_standard:
+    is_divided = isinstance(model, DecoderConfig) and getattr(model, "d_head", None) is None
+    if is_divided and model.d_model % model.n_heads:
+        yield problem(run, "model.d_model", f"not divisible into {model.n_heads} heads")
+    if find_precision(run.trainer.precision).is_fp16 and strategy.needs:
         message = f"strategy={strategy.name} does not scale the loss, which fp16 needs"
         yield problem(run, "trainer.precision", message, "trainer.precision=bf16-mixed")
     if strategy.needs and model.compile == "model":
         message = f"strategy={strategy.name} has collectives and hooks between the blocks"
         yield problem(run, "model.compile", message, "model.compile=blocks")
     if isinstance(run.data, DataModuleConfig):
-        if not strategy.is_standard:
+        if strategy.needs:
             message = "divides the samples, and a LightningDataModule divides its own"
             yield problem(run, "strategy.name", message, "strategy=ddp")
         message = "not with a LightningDataModule, whose order, samples and tokens are not known"
@@ -103,29 +101,6 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
     if is_path and run.init_from and not run.from_run:  # else the path may be of the earlier run
         message = "excludes a path in ckpt_path: a run has one source of its first weights"
         yield problem(run, "init_from", message, "ckpt_path=last")
-
-
-def _check_heads(run: RunConfig, model: DecoderConfig) -> Iterator[ConfigIssue]:
-    """Yield a problem if the width of a decoder cannot be divided into heads."""
-    n_heads, d_head = model.n_heads, getattr(model, "d_head", None)
-    if n_heads % getattr(model, "n_kv_heads", 1):
-        yield problem(run, "model.n_kv_heads", f"does not divide {n_heads} heads")
-    has_pairs = isinstance(model, LlamaConfig)  # RoPE rotates pairs of features
-    if (d_head or model.d_model / n_heads) % (2 if has_pairs else 1):
-        of_pairs = ", each of pairs of features" if has_pairs else ""
-        key = "model.d_head" if d_head else "model.d_model"
-        yield problem(run, key, f"not divisible into {n_heads} heads{of_pairs}")
-
-
-def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a problem if the ranks of the config are not those of the launcher."""
-    n_nodes, n_local = count_nodes("auto"), count_devices("auto")
-    if count_nodes(run.trainer.num_nodes) != n_nodes:
-        message = f"ranks start on {n_nodes} node(s)"
-        yield problem(run, "trainer.num_nodes", message, "torchrun --nnodes=..., or srun")
-    if n_local and count_devices(run.trainer.devices) != n_local:  # a rank of a launcher
-        message = f"the launcher has started {n_local} ranks on each node"
-        yield problem(run, "trainer.devices", message, f"trainer.devices={n_local}")
 
 
 def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[ConfigIssue]:
@@ -166,13 +141,10 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
     given = {key: value for key, value in node.items() if not key.startswith("_")}
     unused = computed - signature.parameters.keys()
     signature.bind_partial(**{key: value for key, value in given.items() if key not in unused})
-    if is_library:
-        return
-    try:
+    types = {}
+    with suppress(Exception):  # an annotation may name something that only a type checker imports
         types = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
-    except Exception:  # an annotation names something that only a type checker imports
-        return
-    for key in types.keys() & given.keys() - computed:
+    for key in types.keys() & given.keys() - computed if not is_library else ():
         text = json.dumps(given[key], default=str)
         try:
             if "_target_" not in text:  # the value of a nested node is made later

@@ -6,14 +6,12 @@ unless `trust=true` is typed.
 
 from collections.abc import Mapping
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gptrain.checkpoints.signature import read_signed_record
+from gptrain.checkpoints.signature import read_record
 from gptrain.config.compose import key_of, open_hydra
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
-from gptrain.core.small_files import read_values
 
 # Groups and keys that are never taken from an earlier run: where it wrote, where it resumed from,
 # and what its user trusted.
@@ -44,16 +42,15 @@ def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
     """Return the overrides of a run.
 
     Raises a ConfigError if they are missing, or neither signed nor trusted, and an
-    UnreadableFileError if they are no YAML. Signed ones were written by gptrain.
+    UnreadableFileError if they are no YAML.
     """
     file = expand_home(folder) / ".hydra" / "overrides.yaml"
     if not file.is_file():
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)
-    record = read_signed_record(expand_home(folder))
-    if record is None and typed.get("trust", "").lower() != "true":
+    words, is_signed = read_record(file)
+    if not is_signed and typed.get("trust", "").lower() != "true":
         message = "not started by you on this machine; its config can run any code"
         raise ConfigError.of("from_run", folder, message, hint="trust=true")
-    words = read_values(file) if record is None else yaml.safe_load(record[file.name])
     return [str(word) for word in words]
 
 

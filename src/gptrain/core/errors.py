@@ -195,14 +195,12 @@ class Ending:
         cause: Kind of the ending for status.json, such as "data".
         line: Printed message. A ConfigError with several problems has several lines.
         trace: Traceback, or an empty string if the message explains the error.
-        rank: Rank that caused the error, or None if it is not known.
     """
 
     code: int
     cause: str
     line: str
     trace: str = ""
-    rank: int | None = None
 
 
 def ending_of(error: BaseException, doing: str = "") -> Ending:
@@ -217,16 +215,15 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
         doing: Current activity, such as "step 12", which the message of an unknown kind names.
     """
     message = first_line(error)
-    rank = getattr(error, "rank", None)
     cause: str = getattr(error, "cause", "") if hasattr(type(error), "cause") else ""
     if cause and (code := getattr(error, "code", None)):
         is_told = isinstance(error, ConfigError) or code == PREEMPTED
-        return Ending(code, cause, str(error) if is_told else f"error: {message}", rank=rank)
+        return Ending(code, cause, str(error) if is_told else f"error: {message}")
     if isinstance(error, KeyboardInterrupt):
         return Ending(INTERRUPTED, "interrupted", "interrupted")
     if isinstance(error, OSError) and (cause == "disk" or error.errno in _DISK):
         message = message if cause else f"{type(error).__name__}: {message}"
-        return Ending(code_of(error), "disk", f"error: {message}", rank=rank)
+        return Ending(code_of(error), "disk", f"error: {message}")
     if isinstance(error, ModuleNotFoundError) and "." not in (error.name or ""):  # a whole package
         hint = f"pip install {error.name}" if error.name else ""
         return Ending(BAD_CONFIG, "config", f"error: {ConfigIssue('', None, message, hint)}")

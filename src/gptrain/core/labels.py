@@ -15,8 +15,3 @@ def line(label: str, text: object) -> str:
 def count_text(n: int, noun: str) -> str:
     """Return a number and its noun, with an s unless the number is 1: `1 step`, `2 steps`."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def shorten(samples: list[int]) -> str:
-    """Return the numbers as text, joined by commas, with an ellipsis in place of all after 16."""
-    return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")

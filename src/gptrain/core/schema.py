@@ -450,11 +450,8 @@ class RunConfig(Section):
         return copy
 
     def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key, or None if the config has no such key. Never raises.
+        """Return the value of a dotted key, or None if it is a group or not in the config.
 
-        A group is a dict. A default of the schema that no yaml file has counts as not given.
+        A default of the schema that no yaml file has counts as not given.
         """
-        node: Any = self.plain()
-        for name in key.split("."):
-            node = node.get(name) if isinstance(node, dict) else None
-        return node
+        return flatten(self.plain()).get(key)

@@ -8,10 +8,10 @@ Nothing in this file imports torch, so that the command line and the planner can
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import yaml
-from pydantic import field_validator
+from pydantic import AfterValidator
 
 from gptrain.core.locations import LIBRARY
 from gptrain.core.value_types import Count, OpenSection, Positive, Seconds
@@ -20,36 +20,33 @@ DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
 _HEADS = ("tensor_plan", "n_heads", "head")
 
 
+def _known(name: str) -> str:
+    """Check that a value of `strategy.name` is in the table STRATEGIES or "auto"; return it."""
+    if name not in (names := ("auto", *STRATEGIES)):
+        raise ValueError(f"unknown; allowed: {', '.join(names)}")
+    return name
+
+
 class StrategyOptions(OpenSection):
     """Options that every strategy has, and facts about the strategy as attributes of the class.
 
     Attributes:
         axes: Axes of the device mesh over which the work is divided.
-        needs: Attributes that a net must have, such as `blocks` and `head`.
-        is_standard: True if ranks train as under Lightning's own strategies. Then the loss scaler
-            of fp16 works, and the data may be a user's LightningDataModule.
+        needs: Attributes that a net must have, such as `blocks` and `head`. Without any, ranks
+            train as under Lightning's own strategies: the loss scaler of fp16 works, the whole net
+            can be compiled, and module and data may be any of Lightning's.
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, ...]] = ()
-    is_standard: ClassVar[bool] = False
 
-    name: str
+    name: Annotated[str, AfterValidator(_known)]
     timeout_s: Seconds
     backend: Literal["nccl", "gloo", "mpi"] | None
-
-    @field_validator("name")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        if name not in (names := ("auto", *STRATEGIES)):
-            raise ValueError(f"unknown; allowed: {', '.join(names)}")
-        return name
 
 
 class SingleOptions(StrategyOptions, extra="forbid"):
     """Options of `single`: only those that every strategy has."""
-
-    is_standard = True
 
 
 class DDPOptions(StrategyOptions, extra="forbid"):
@@ -59,7 +56,6 @@ class DDPOptions(StrategyOptions, extra="forbid"):
     """
 
     axes = (DATA,)
-    is_standard = True
 
     bucket_cap_mb: Positive
     gradient_as_bucket_view: bool
@@ -257,8 +253,3 @@ def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
     """
     # The last stage also computes the head, which costs more than the embedding.
     return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
-
-
-def divisors(number: int) -> str:
-    """Return all divisors of a positive number in ascending order as text, joined by commas."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

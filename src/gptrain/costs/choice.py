@@ -152,9 +152,8 @@ def compare(
     n_parameters = net and int(net.parameters(net.n_layers, True, True))
     result = {"parameters": n_parameters, "strategies": levels[0]}
     rows = STRATEGIES
-    if find_precision(run.trainer.precision).is_fp16:
-        rows = {name: row for name, row in rows.items() if row.is_standard}
-    if run.model.compile == "model":  # allowed only with strategies that take any net
+    # fp16 and the compiled net are allowed only with strategies that take any net.
+    if find_precision(run.trainer.precision).is_fp16 or run.model.compile == "model":
         rows = {name: row for name, row in rows.items() if not row.needs}
     room = _ROOM * machine.memory_bytes
     whole = [row for n, row in levels[-1].items() if n in rows and {*rows[n].axes} <= {DATA}]

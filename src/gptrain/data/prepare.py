@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gptrain.core.errors import DataError
+from gptrain.core.locations import expand_home
 from gptrain.core.progress import progress_bar
 from gptrain.data.sources import Paths, Piece, find_corpus, read_pieces
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer, train_bpe
@@ -99,7 +100,7 @@ class TextDataset(TokenDataset):
         end_of_document: bool | None = None,
         documents: str = "packed",
     ) -> None:
-        cache_dir = Path(cache_dir).resolve()
+        cache_dir = expand_home(cache_dir).resolve()
         loaded = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
         if loaded and vocab_size is not None and loaded.vocab_size > vocab_size:
             raise DataError(f"tokenizer has {loaded.vocab_size} tokens, vocab_size={vocab_size}")

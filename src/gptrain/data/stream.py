@@ -135,12 +135,14 @@ def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
 
     A stream is an IterableDataset, or a dataset that can be iterated but has no index.
     The training stream (`name` is data.train) becomes a StreamDataset, with its errors. Of any
-    other stream, `n_samples` samples, or all with None, are read into memory at once.
+    other stream, `n_samples` samples, or all with None, are read into memory at once. Raises a
+    DataError for an object that has neither an index nor an iterator.
     """
     has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    is_iterable = hasattr(dataset, "__iter__") and not has_index
-    if not is_iterable and not isinstance(dataset, IterableDataset):
+    if has_index and not isinstance(dataset, IterableDataset):
         return dataset
+    if not hasattr(dataset, "__iter__"):
+        raise DataError(f"{name}: a {type(dataset).__name__} has no __len__ and __getitem__")
     if name == "data.train":
         return StreamDataset(dataset, name)
     return Samples(dataset, name, list(islice(dataset, n_samples)))

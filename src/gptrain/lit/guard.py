@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptrain.checkpoints.status import RefusedStepError
-from gptrain.core import labels
 from gptrain.core.errors import DataError
 from gptrain.core.precision import find_precision
 from gptrain.lit.lightning import data_of, strategy_of
@@ -192,7 +191,8 @@ class StepGuard:
     def _samples(self, step: int) -> str:
         """Return the samples of a step for a message, or "" if they are not known."""
         samples = data_of(self._trainer).step_samples(step)
-        return f"; samples: {labels.shorten(samples)}" if samples else ""
+        shown = ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
+        return f"; samples: {shown}" if samples else ""
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:

@@ -1,19 +1,18 @@
 """Check that a net has the attributes that an option needs, before any rank starts."""
 
-from collections.abc import Mapping
 from inspect import signature
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from gptrain.core.lengths import BatchPlan
+from gptrain.core.schema import ModelConfig
 from gptrain.core.strategies import (
     STRATEGIES,
     ParallelDims,
     PipelineOptions,
     StrategyOptions,
     count_microbatches,
-    divisors,
     strategy_name,
 )
 
@@ -35,7 +34,7 @@ class IncompatibleModelError(ValueError):
 
 
 def check_fit(
-    net: nn.Module, options: StrategyOptions, dims: ParallelDims, modes: Mapping[str, str]
+    net: nn.Module, options: StrategyOptions, dims: ParallelDims, model: ModelConfig
 ) -> None:
     """Check that a net has everything that a strategy and options of the `model` section need.
 
@@ -43,7 +42,7 @@ def check_fit(
         net: Full net, with its weights or on the meta device.
         options: `strategy` section of the config.
         dims: Number of ranks along each axis.
-        modes: Values of `model.compile` and `model.activation_checkpointing`, by these keys.
+        model: `model` section of the config, with the `compile` that the run uses.
 
     Raises:
         IncompatibleModelError: If the net lacks an attribute, or cannot be divided over the ranks.
@@ -55,10 +54,10 @@ def check_fit(
         allowed = [n for n, r in STRATEGIES.items() if all(hasattr(net, need) for need in r.needs)]
         hint = f"strategies that work without: {', '.join(allowed)}"
         raise IncompatibleModelError("strategy.name", f"{message}; {hint}")
-    for key, mode in modes.items():
-        if mode not in ("none", "model") and not hasattr(net, "blocks"):
+    for key in ("activation_checkpointing", "compile"):
+        if (mode := getattr(model, key)) not in ("none", "model") and not hasattr(net, "blocks"):
             message = f"{mode} needs `blocks` of {type(net).__name__} (see gptrain.models)"
-            raise IncompatibleModelError(key, f"{message}; allowed: none")
+            raise IncompatibleModelError(f"model.{key}", f"{message}; allowed: none")
     _check_split(net, dims)
 
 
@@ -71,7 +70,8 @@ def _check_split(net: Net, dims: ParallelDims) -> None:
             if heads % n_ranks:
                 message = f"{n_ranks} ranks do not divide {name}={heads}: a rank has whole heads"
                 key = f"strategy.{axis}_parallel_size"
-                raise IncompatibleModelError(key, f"{message}; allowed: {divisors(heads)}")
+                allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+                raise IncompatibleModelError(key, f"{message}; allowed: {allowed}")
     if dims.pipeline > 1:
         if dims.pipeline > (n_blocks := len(net.blocks)):
             message = f"{dims.pipeline} stages, but the net has {n_blocks} blocks"

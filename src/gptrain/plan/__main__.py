@@ -36,7 +36,7 @@ from gptrain.costs.hardware import DEVICES, LINKS, Machine, device_of, machine_o
 from gptrain.costs.topology import find_islands, parse_topology, slowest_ring_link, speed
 from gptrain.plan.doctor import doctor
 from gptrain.runs.table import align_columns, format_cell
-from gptrain.runtime.process import count_devices, count_nodes
+from gptrain.runtime.process import count_devices
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
 # Columns of the two tables: titles and keys of a row. A row includes `bytes_per_device`.
@@ -126,7 +126,7 @@ def _plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     if "--doctor" in flags:
         return print(*doctor(count_devices(trainer.devices), trainer.accelerator), sep="\n")
     machine, topology = find_machine(cfg)
-    n_nodes = count_nodes(trainer.num_nodes)
+    n_nodes = 1 if trainer.num_nodes == "auto" else trainer.num_nodes
     if trainer.precision == "auto":
         is_native = "bfloat16" in machine.flops_per_s
         cfg = cfg.changed({"trainer.precision": "bf16-mixed" if is_native else "32-true"})

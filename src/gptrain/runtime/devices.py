@@ -8,7 +8,7 @@ import torch
 from gptrain.core.errors import ConfigError
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import count_cores, count_devices, count_nodes, this_process
+from gptrain.runtime.process import count_cores, count_devices, this_process
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,28 @@ def find_devices(cfg: RunConfig) -> RunDevices:
     """Return the devices of a run, resolved from the trainer group as Lightning does.
 
     "auto" devices are those of the launcher, else all CUDA GPUs, else one device. Raises a
-    ConfigError if this machine lacks the accelerator or a device, or for fp16 on a CPU.
+    ConfigError if this machine lacks the accelerator or a device, if a launcher has started other
+    numbers of nodes or ranks, or for fp16 on a CPU.
     """
     accelerator, process = accelerator_of(cfg.trainer.accelerator), this_process()
     devices, precision = cfg.trainer.devices, cfg.trainer.precision
+    if (n_nodes := cfg.trainer.num_nodes) not in ("auto", process.n_nodes):
+        message, hint = f"ranks start on {process.n_nodes} node(s)", "torchrun --nnodes, or srun"
+        raise ConfigError.of("trainer.num_nodes", n_nodes, message, hint=hint)
     if accelerator == "cpu" and find_precision(precision).is_fp16:
         hint = "trainer.precision=bf16-mixed"  # Lightning would take it without an error
         raise ConfigError.of("trainer.precision", precision, "not supported on CPU", hint=hint)
     n_visible = torch.cuda.device_count() if accelerator == "cuda" else 1
     n_local = count_devices(devices) or n_visible
+    if (n_started := count_devices("auto")) not in (None, n_local):
+        message = f"the launcher has started {n_started} ranks on each node"
+        raise ConfigError.of("trainer.devices", devices, message, f"trainer.devices={n_started}")
     numbers = tuple(devices) if isinstance(devices, list) else ()
     is_own = process.is_rank and n_visible == 1  # the launcher shows one GPU to a rank
     if accelerator == "cuda" and max(numbers or [n_local - 1]) >= n_visible and not is_own:
         message, hint = f"{n_visible} visible here", f"trainer.devices={n_visible}"
         raise ConfigError.of("trainer.devices", devices, message, hint=hint)
-    return RunDevices(accelerator, n_local, count_nodes(cfg.trainer.num_nodes), numbers)
+    return RunDevices(accelerator, n_local, process.n_nodes, numbers)
 
 
 def accelerator_of(name: str) -> str:

@@ -200,7 +200,8 @@ def run_rank(
             is_known = ending.code == errors.PREEMPTED and process.rank > 0
             if not is_known and not (ending.cause == "peer" and CHECKED in os.environ):
                 step = error.step if isinstance(error, status.RefusedStepError) else guard.step
-                report_ending(cfg, ending, process.rank, step)
+                # A failed save is raised on all ranks, and names its own.
+                report_ending(cfg, ending, getattr(error, "rank", process.rank), step)
             if process.is_rank:
                 # After sys.exit the destructor of a process group would wait for lost ranks.
                 logging.shutdown()
@@ -260,14 +261,13 @@ def report_ending(
     `replace`, and a failure after a run that is done, replace an earlier report.
     """
     facts: dict[str, object] = {"cause": ending.cause, "exit_code": ending.code, "step": step}
-    facts |= {"message": ending.line, "traceback": ending.trace or None}
-    facts["rank"] = rank if ending.rank is None else ending.rank
+    facts |= {"message": ending.line, "traceback": ending.trace or None, "rank": rank}
     try:
         facts |= resume_facts(cfg)
         is_first = status.write_status(cfg.run_dir, replace=replace, **facts)
     except OSError as error:  # the disk that failed the run may refuse status.json, too
         print(f"warning: status.json cannot be written: {error}", file=sys.stderr)
-        is_first = replace or rank == 0
+        is_first = this_process().rank == 0
     if ending.code == errors.DONE or not (is_first or cfg.debug):
         return
     if ending.code == errors.PREEMPTED:

@@ -6,7 +6,6 @@ This module imports no torch, because it is used before torch is imported, and b
 
 import os
 import re
-import sys
 import zlib
 from dataclasses import dataclass
 from datetime import datetime
@@ -94,19 +93,18 @@ def this_process() -> Process:
     """
     if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
         return Process()
-    world_size = _read_number("WORLD_SIZE")
+    world_size = _read_number("WORLD_SIZE", below=2**31)
     rank = _read_number("RANK", below=world_size)
     n_local = _read_number("LOCAL_WORLD_SIZE", world_size, below=world_size + 1)
     local_rank = _read_number("LOCAL_RANK", rank % max(n_local, 1), below=n_local)
     return Process(rank, local_rank, world_size, world_size // n_local, is_rank=True)
 
 
-def _read_number(name: str, default: int = 0, below: int = sys.maxsize) -> int:
+def _read_number(name: str, default: int = 0, *, below: int) -> int:
     """Return the number in an environment variable. A ConfigError unless it is below `below`."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or int(text) >= below:
-        limit = "" if below == sys.maxsize else f" below {below}"
-        raise ConfigError.of(name, text, f"must be a whole number{limit}")
+        raise ConfigError.of(name, text, f"must be a whole number below {below}")
     return int(text)
 
 
@@ -154,8 +152,3 @@ def count_devices(devices: int | str | list[int]) -> int | None:
     if devices == "auto":
         return process.world_size // process.n_nodes if process.is_rank else None
     return len(devices) if isinstance(devices, list) else int(devices)
-
-
-def count_nodes(num_nodes: int | str) -> int:
-    """Return the number of nodes for trainer.num_nodes. "auto" means the launcher's, or 1."""
-    return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
