@@ -83,13 +83,10 @@ class HuggingFace(nn.Module):
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the model's config and its tensors by the names of transformers.
 
-        The tensors are those of the model, not copies. A tied tensor has the first of its names
-        only.
+        The tensors are those of the model, not copies.
         """
         config = self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
-        state = self.model.state_dict(keep_vars=True)
-        first_names = {tensor: name for name, tensor in reversed(state.items())}
-        return config, {name: tensor for tensor, name in first_names.items()}
+        return config, self.model.state_dict()
 
     def from_hugging_face(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -98,12 +95,11 @@ class HuggingFace(nn.Module):
 
         The state dict holds the given tensors, not copies. It also has tensors with unknown names,
         except those that transformers ignores, and lacks missing tensors, so that the caller can
-        report both. The net is not changed.
+        report both. A tied tensor has the names that it has in `tensors`. The net is not changed.
 
         Args:
             config: Content of the folder's config.json. Only `model_type` is compared.
-            tensors: Tensors by name. The prefix of the base model may be missing, and a tied tensor
-                may be missing under all but one of its names.
+            tensors: Tensors by name. The prefix of the base model may be missing.
 
         Raises:
             ValueError: If the folder holds a model of another type.
@@ -112,19 +108,17 @@ class HuggingFace(nn.Module):
         model_type = config.get("model_type")
         if model_type != expected:
             raise ValueError(f"model_type={model_type} in the config, {expected} in the net")
-        state = self.model.state_dict(keep_vars=True)
+        own_names = self.model.state_dict().keys()
         prefix = f"{self.model.base_model_prefix}."
         ignored_patterns = self.model._keys_to_ignore_on_load_unexpected or ()
         # GPT-2's original file has no head and no prefix, and contains attention masks.
         loaded = {}
         for name, tensor in tensors.items():
-            full_name = prefix + name if prefix + name in state else name
+            full_name = prefix + name if prefix + name in own_names else name
             is_ignored = any(re.search(pattern, name) for pattern in ignored_patterns)
-            if full_name in state or not is_ignored:
-                loaded[full_name] = tensor
-        loaded_of = {tensor: loaded[name] for name, tensor in state.items() if name in loaded}
-        tied = {name: loaded_of[tensor] for name, tensor in state.items() if tensor in loaded_of}
-        return {f"model.{name}": tensor for name, tensor in {**loaded, **tied}.items()}
+            if full_name in own_names or not is_ignored:
+                loaded[f"model.{full_name}"] = tensor
+        return loaded
 
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
