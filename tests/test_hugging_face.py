@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from gptrain.assemble.load import find_weights, load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
-from gptrain.models.hugging_face import config_keys
 from gptrain.text.sampling import Sampling, generate
 from tests.refused.commands import answer
 from tests.run import Run, train
@@ -113,4 +112,4 @@ def test_a_folder_is_read_as_data(tmp_path):
     assert type(net.model).__name__ == "LlamaForCausalLM" and len(net.blocks) == 3
     assert net.model.config._attn_implementation in ("sdpa", "eager")
     assert {p.dtype for p in net.parameters()} == {torch.float32}
-    assert config_keys(None, str(tmp_path))["inner"] == {"size": 1}
+    assert net.model.config.inner == {"size": 1}

@@ -52,7 +52,9 @@ class HuggingFace(nn.Module):
         super().__init__()
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        keys = {"model_type": "", **config_keys(config, path), "vocab_size": vocab_size}
+        content = json.loads((Path(path).expanduser() / "config.json").read_text()) if path else {}
+        keys = _without_code({"model_type": "", **content, **(config or {})})
+        keys["vocab_size"] = vocab_size
         try:
             model_config = AutoConfig.for_model(**keys)
             self.model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
@@ -119,18 +121,6 @@ class HuggingFace(nn.Module):
             if full_name in own_names or not is_ignored:
                 loaded[f"model.{full_name}"] = tensor
         return loaded
-
-
-def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
-    """Return the keys of `path`/config.json and of `config`, which wins, nested as they are.
-
-    Keys that name code to download, and those of the weights' dtype, are left out. None for an
-    argument stands for no keys. Raises an OSError or a ValueError if the file cannot be read.
-    """
-    content = {}
-    if path is not None:
-        content = json.loads((Path(path).expanduser() / "config.json").read_text())
-    return _without_code({**content, **(config or {})})
 
 
 def _without_code(keys: Mapping[str, Any]) -> dict[str, Any]:
