@@ -38,7 +38,7 @@ an error names the attribute before training begins.
     a parameter with several names, such as that of a tied head, the first name is written and read.
 `to_peft() -> (config, tensors)`
     Export of adapters to a folder of peft.
-`forward(tokens, cache=None)` and `new_cache() -> KVCache` (see cache.py)
+`forward(tokens, cache=None)` and `new_cache() -> KVCache` (see attention.py)
     Generation that computes each position once. With a cache, `tokens` are the new positions only.
 `forward(tokens, layout=None)`, and the same argument of `hidden` and, for pipelines, of `embed` and
 of each block
