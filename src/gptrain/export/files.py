@@ -48,7 +48,9 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
         content, tensors = getattr(net, method)()
         content |= {"dtype": str(_DTYPES[dtype]).split(".")[1]} if format == "hf" else {}
         files.replace(folder / config, files.to_json(content))
-    first = {(t.data_ptr(), t.shape): (name, t) for name, t in reversed(tensors.items())}
+    # A tensor without values has no address.
+    named = reversed(tensors.items())
+    first = {(t.data_ptr() or name, t.shape, t.stride()): (name, t) for name, t in named}
     converted = {
         name: t.detach().to(_DTYPES[dtype] if t.is_floating_point() else t.dtype).contiguous()
         for name, t in first.values()
