@@ -22,7 +22,7 @@ from gptrain.models.attention import (
     document_block_mask,
     document_mask,
 )
-from gptrain.models.rms_norm import RMSNorm
+from gptrain.models.llama import RMSNorm
 from gptrain.parallel.placement import allocate
 from tests.command_line import compose_run
 

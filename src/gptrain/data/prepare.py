@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -125,11 +125,8 @@ class TextDataset(TokenDataset):
                 write_tokens(draft, read(), used, has_end, sum(size for _, size, *_ in states))
                 if file_states(files) != states:
                     raise DataError(f"{path}: a file changed while it was read; start again")
-                try:
+                with suppress(OSError):  # another process may have prepared the same text first
                     draft.rename(folder)
-                except OSError:  # another process may have prepared the same text first
-                    if not folder.exists():
-                        raise
         self.tokenizer = loaded or load_tokenizer(folder)
         self.token_bytes = self.tokenizer.token_bytes
         self.end_id = self.tokenizer.end_id if has_end else None

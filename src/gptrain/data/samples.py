@@ -7,7 +7,6 @@ import hashlib
 import random
 import warnings
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,9 +66,12 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> Any:
         return self.in_form(self.samples[index], index)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples."""
-        samples = read_samples(self.samples, indices)
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Return several samples: a list, or a batch that the dataset stacks itself."""
+        read = getattr(self.samples, "__getitems__", None)
+        samples = read(indices) if read else [self.samples[index] for index in indices]
+        if not self.are_dicts:
+            return samples
         return [self.in_form(*pair) for pair in zip(samples, indices, strict=True)]
 
     def in_form(self, sample: Any, index: int) -> Any:
@@ -77,14 +79,7 @@ class Samples(Dataset):
         return pair_of(sample, f"{self.name}: sample {index}") if self.are_dicts else sample
 
 
-def read_samples(dataset: Any, indices: Sequence[int]) -> Any:
-    """Return samples of a dataset: a list, or a batch that the dataset stacks itself."""
-    read = getattr(dataset, "__getitems__", None)
-    return read(indices) if read else [dataset[index] for index in indices]
-
-
-@dataclass(eq=False)
-class BatchReader(Dataset):
+class BatchReader(Samples):
     """Dataset for a DataLoader that reads whole batches and checks them.
 
     Args:
@@ -97,17 +92,14 @@ class BatchReader(Dataset):
             and on the place of the batch in the run only.
     """
 
-    dataset: Any
-    name: str = "data"
-    n_positions: int | None = None
-    vocab_size: int | None = None
-    seed: int = 0
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
+    def __init__(
+        self, dataset: Any, name: str = "data", n_positions: int | None = None,
+        vocab_size: int | None = None, seed: int = 0,
+    ):  # fmt: skip
+        super().__init__(dataset, name)
+        self.n_positions = n_positions
+        self.vocab_size = vocab_size
+        self.seed = seed
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return the samples of a batch as a tuple or a dict of stacked tensors.
@@ -122,7 +114,7 @@ class BatchReader(Dataset):
             return tokens, torch.full_like(targets, IGNORED), *documents
         if get_worker_info() is not None:
             seed_all(f"{self.seed} {getattr(indices, 'place', indices)}")
-        samples = read_samples(self.dataset, indices)
+        samples = super().__getitems__(indices)
         try:
             batch = collate(samples)
             if self.n_positions is not None:

@@ -7,7 +7,6 @@ Nothing is downloaded.
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -44,7 +43,8 @@ class Tokenizer:
 
     Attributes:
         core: The tokenizer of the package tokenizers, for what this class does not offer, such as
-            `core.token_to_id("<|im_end|>")`.
+            `core.token_to_id("<|im_end|>")`. Each method that encodes sets whether it reads names
+            of control tokens.
         vocab_size: Highest token id plus 1.
         identity: Hash of the file and the end token, a part of the key of a cached corpus.
         special_tokens: Texts of the special tokens by their names in transformers: bos_token,
@@ -72,7 +72,6 @@ class Tokenizer:
             raise DataError(f"{path}: no tokenizer of the package tokenizers: {error}") from None
         self.core.no_padding()
         self.core.no_truncation()
-        self.core.encode_special_tokens = True
         self._is_bytes = content == (BYTES / FILE_NAME).read_bytes()
         vocab = self.core.get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -110,10 +109,9 @@ class Tokenizer:
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
 
-    def special_ids(self) -> dict[str, int]:
+    def special_ids(self) -> dict[str, Any]:
         """Return the ids of the special tokens by names of transformers, such as `eos_token_id`."""
-        ids = self.core.get_vocab()
-        return {f"{name}_id": ids[token] for name, token in self.special_tokens.items()}
+        return {f"{k}_id": self.core.token_to_id(text) for k, text in self.special_tokens.items()}
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return the token ids of a text, (N,) int64.
@@ -132,10 +130,7 @@ class Tokenizer:
             Some tokenizers do not count white space at the beginning of a token.
         """
         self.core.encode_special_tokens = False
-        try:
-            encoding = self.core.encode(text, add_special_tokens=False)
-        finally:
-            self.core.encode_special_tokens = True
+        encoding = self.core.encode(text, add_special_tokens=False)
         starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
         return np.array(encoding.ids, dtype=np.int64), starts
 
@@ -143,6 +138,7 @@ class Tokenizer:
         """Return the token ids of each text, (N,) int64 each, as `encode` does, in parallel."""
         if self._is_bytes:  # the package needs seconds for what NumPy does in milliseconds
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
+        self.core.encode_special_tokens = True
         encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -160,24 +156,23 @@ class Tokenizer:
         The folder must exist. `chat_template` is written also if it was set after loading.
         """
         copy_files(self.path.parent, folder, COMPANIONS)
-        template, copy = folder / TEMPLATE_NAME, folder / FILE_NAME
+        replace_file(folder / FILE_NAME, self.path.read_bytes())
         if self.chat_template is not None:
-            template.unlink(missing_ok=True)  # a link is replaced, not followed
-            template.write_text(self.chat_template, encoding="utf-8")
-        if copy.resolve() != self.path.resolve():
-            copy.unlink(missing_ok=True)
-            shutil.copyfile(self.path, copy)
+            replace_file(folder / TEMPLATE_NAME, self.chat_template.encode())
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
-    """Copy those of the named files that exist to another folder, and replace files there.
-
-    A link in the folder is replaced, not followed. Nothing is done if both folders are the same.
-    """
-    for name in names if source.resolve() != folder.resolve() else ():
+    """Copy those of the named files that exist to another folder, by `replace_file`."""
+    for name in names:
         if (source / name).is_file():
-            (folder / name).unlink(missing_ok=True)
-            shutil.copyfile(source / name, folder / name)
+            replace_file(folder / name, (source / name).read_bytes())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that has another content. A link is replaced, not followed."""
+    if path.is_symlink() or not path.is_file() or path.read_bytes() != content:
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
 
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:

@@ -37,11 +37,6 @@ class ExportRun(RunConfig):
     dtype: Literal["fp32", "bf16"] = "fp32"
 
 
-def main() -> None:
-    """Run the command `python -m gptrain.export` with the words in `sys.argv`, and exit."""
-    config.main(export, ExportRun, usage=__doc__)
-
-
 def export(cfg: ExportRun) -> None:
     """Write the net of a run, its tokenizer and a record of its model group to `run_dir`.
 
@@ -82,4 +77,4 @@ def export(cfg: ExportRun) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    config.main(export, ExportRun, usage=__doc__)

@@ -14,7 +14,6 @@ from gptrain.checkpoints import files
 from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import COMPANIONS, CONFIG_NAME, Tokenizer, copy_files
-from gptrain.parallel.requirements import tied_names
 
 _FORMATS = {  # method of the net that a format needs, file of the weights, file of the config
     "hf": ("to_hugging_face", "model.safetensors", "config.json"),
@@ -26,7 +25,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
     """Write the weights, and for hf and peft also a config; return the bytes of the weights.
 
-    Files of these names in the folder are replaced.
+    Files of these names in the folder are replaced. A tensor with several names, such as that of a
+    tied head, has the first of them only.
 
     Args:
         net: Full net on one device.
@@ -39,10 +39,8 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
         ConfigError: If the net lacks the method `to_hugging_face` (hf) or `to_peft` (peft).
         OSError: If a file cannot be written.
     """
-    if format == "safetensors":
-        file, ties = "model.safetensors", tied_names(net)
-        tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in ties}
-    else:
+    file, tensors = "model.safetensors", net.state_dict()
+    if format != "safetensors":
         method, file, config = _FORMATS[format]
         if not hasattr(net, method):
             message = f"{type(net).__name__} has no `{method}` (see gptrain.models)"
@@ -50,9 +48,12 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
         content, tensors = getattr(net, method)()
         content |= {"dtype": str(_DTYPES[dtype]).split(".")[1]} if format == "hf" else {}
         files.replace(folder / config, files.to_json(content))
+    # A tensor without values has no address.
+    named = reversed(tensors.items())
+    first = {(t.data_ptr() or name, t.shape, t.stride()): (name, t) for name, t in named}
     converted = {
         name: t.detach().to(_DTYPES[dtype] if t.is_floating_point() else t.dtype).contiguous()
-        for name, t in tensors.items()
+        for name, t in first.values()
     }
     # transformers requires this entry of the metadata.
     files.replace(folder / file, save(converted, metadata={"format": "pt"}))

@@ -23,7 +23,7 @@ The tokenizer is read from the run's folder. After data=tokens, copy its tokeniz
 import sys
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from gptrain import config
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
@@ -31,7 +31,8 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, LocalPath, Name
 
-_Prompt = Name | Annotated[list[Name], Field(min_length=1)] | None
+# A text stands for a list of one.
+_Texts = Annotated[list[Name], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
 class GenerateRun(RunConfig):
@@ -44,12 +45,12 @@ class GenerateRun(RunConfig):
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     ckpt_path: Literal["best", "last"] | None  # ty: ignore[incompatible-mutable-override]
-    prompt: Annotated[_Prompt, Field(description="a text or a list of texts")] = None
+    prompt: Annotated[_Texts, Field(min_length=1)] | None = None
     n_tokens: Count = 256
     temperature: NonNegativeFloat = 0.7
     top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stop: Name | list[Name] = Field([])
+    stop: _Texts = Field([])
     interactive: bool = False
     chat: bool | None = None
 
@@ -68,9 +69,8 @@ def quote_text(word: str) -> str:
 
     A value that begins as a list or a quoted text is unchanged, as are all other words.
     """
-    key, equals, value = word.partition("=")
-    is_text = equals and key in ("prompt", "stop")
-    if not is_text or value.startswith(("[", "'", '"')):
+    key, _, value = word.partition("=")
+    if key not in ("prompt", "stop") or value.startswith(("[", "'", '"')):
         return word
     return f"{key}={quoted(value)}"
 
@@ -101,13 +101,10 @@ def generate(cfg: GenerateRun) -> None:
     if tokenizer is None:
         message, hint = "has no tokenizer", "copy the tokenizer.json of its data into the folder"
         raise ConfigError.of("from_run", cfg.from_run, message, hint=hint, code=INPUT_NOT_FOUND)
-    prompts = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt or []
-    if not prompts and not cfg.interactive:
-        prompts = ["\n"]
-    is_chat = cfg.interactive and tokenizer.chat_template if cfg.chat is None else cfg.chat
+    prompts = cfg.prompt or ([] if cfg.interactive else ["\n"])
+    is_chat = bool(cfg.interactive and tokenizer.chat_template) if cfg.chat is None else cfg.chat
     limits = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
-    stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
-    writer = Writer(net.to(device), tokenizer, limits, cfg.n_tokens, stop, cfg.seed, bool(is_chat))
+    writer = Writer(net.to(device), tokenizer, limits, cfg.n_tokens, cfg.stop, cfg.seed, is_chat)
     for number, prompt in enumerate(prompts):
         if number:
             print("---")

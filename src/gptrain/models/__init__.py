@@ -34,10 +34,11 @@ an error names the attribute before training begins.
 `init_parameter(name, tensor)`
     Construction on the meta device and initialization of one parameter at a time.
 `to_hugging_face() -> (config, tensors)` and `from_hugging_face(config, tensors) -> state dict`
-    Export to folders of Hugging Face transformers, and training that starts from such a folder.
+    Export to folders of Hugging Face transformers, and training that starts from such a folder. Of
+    a parameter with several names, such as that of a tied head, the first name is written and read.
 `to_peft() -> (config, tensors)`
     Export of adapters to a folder of peft.
-`forward(tokens, cache=None)` and `new_cache() -> KVCache` (see cache.py)
+`forward(tokens, cache=None)` and `new_cache() -> KVCache` (see attention.py)
     Generation that computes each position once. With a cache, `tokens` are the new positions only.
 `forward(tokens, layout=None)`, and the same argument of `hidden` and, for pipelines, of `embed` and
 of each block

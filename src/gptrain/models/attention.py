@@ -1,20 +1,20 @@
-"""Causal self-attention, the layout of a batch of sequences, and the choice of the kernel."""
+"""Causal self-attention, its key-value cache, the layout of sequences, and the choice of kernel.
+
+With the cache of a net, a new token costs one position:
+
+    cache = net.new_cache()
+    net(tokens, cache)  # logits (1, T, V) of the prompt
+    net(next_token, cache)  # logits (1, 1, V) of the new position only
+"""
 
 # B batch, T time, D d_model, H heads, G heads of k and v, K d_head, S positions of k and v
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from gptrain.models.cache import LayerCache
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 _FLEX_BLOCK = 128  # tokens of a block of FlexAttention's mask
 FLEX_MIN_D_HEAD = 16  # smallest size of a head in FlexAttention's CUDA kernels
@@ -33,16 +33,16 @@ class SequenceLayout:
         documents: Index of the document of each token of the full sequences, (B, S), int64. A token
             attends to itself and to the preceding tokens of its document. None if each sequence is
             one document.
-        block_mask: The same mask for FlexAttention. None without documents, and on any device but
-            CUDA, where attention computes the mask from `documents`.
+        block_mask: The same mask for FlexAttention, a BlockMask. None without documents, and on any
+            device but CUDA, where attention computes the mask from `documents`.
     """
 
     positions: Tensor
     documents: Tensor | None = None
-    block_mask: BlockMask | None = None
+    block_mask: Any = None
 
     @classmethod
-    def of_documents(cls, documents: Tensor) -> SequenceLayout:
+    def of_documents(cls, documents: Tensor) -> "SequenceLayout":
         """Return the layout of packed documents, in each of which the positions start at 0.
 
         Args:
@@ -62,6 +62,41 @@ def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
     The layout is that of `SequenceLayout.of_documents`.
     """
     return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
+
+
+class LayerCache:
+    """Keys and values of one layer for a batch of sequences, all with the same positions.
+
+    The logits equal those without a cache up to the order of floating-point sums. A cache works for
+    the first `max_seq_len` positions. A window that slides over a longer sequence changes the
+    position of every token, so that no cached key or value stays valid.
+
+    Attributes:
+        length: Number of positions in the cache.
+    """
+
+    length = 0
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append keys and values of T new positions, each (B, heads of k and v, T, d_head).
+
+        Returns:
+            Keys and values of all S positions, each (B, heads of k and v, S, d_head), and a boolean
+            mask (T, S), True where a new position attends. The mask is None, which stands for the
+            causal mask, if the cache was empty.
+        """
+        start = self.length
+        n_new = k.shape[2]
+        mask = None
+        self.length += n_new
+        if start:
+            k, v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
+            mask = torch.ones(n_new, self.length, dtype=torch.bool, device=k.device).tril(start)
+        self.k, self.v = k, v
+        return k, v, mask
+
+
+KVCache: TypeAlias = list[LayerCache]  # one for each layer of the net
 
 
 class CausalSelfAttention(nn.Module):
@@ -157,12 +192,11 @@ def attend(
             the preceding positions of its document and itself. The mask is then ignored.
         dropout: Dropout probability of the attention weights, applied in any mode.
     """
-    is_grouped = q.shape[1] != k.shape[1]
-    if is_grouped and q.is_cuda and q.dtype == torch.float32:
+    if q.shape[1] != k.shape[1] and q.is_cuda and q.dtype == torch.float32:
         # Only the math kernel has grouped heads in fp32, and it stores a (T, T) matrix per head.
         n_repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(n_repeats, dim=1), v.repeat_interleave(n_repeats, dim=1)
-        is_grouped = False
+    is_grouped = q.shape[1] != k.shape[1]
     if layout is not None and layout.documents is not None:
         # FlexAttention skips the blocks of other documents. It has no dropout. It is slow unless it
         # is compiled; torch.compile returns at once if this function runs inside a compiled block.
@@ -185,7 +219,7 @@ def document_mask(documents: Tensor) -> Tensor:
     return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
 
 
-def document_block_mask(documents: Tensor) -> BlockMask:
+def document_block_mask(documents: Tensor) -> Any:
     """Return `document_mask` as the block mask of FlexAttention, from documents (B, T).
 
     The tokens of a document must be neighbors. The result equals that of torch's
@@ -206,10 +240,9 @@ def document_block_mask(documents: Tensor) -> BlockMask:
     # first of the other. Every pair of tokens is seen if both blocks are part of one document.
     is_continued = first[:, :, None] == last[:, None, :]  # (B, N blocks of queries, N of keys)
     is_one_document = last[:, :, None] == first[:, None, :]
-    is_before = starts[:, None] > starts  # (N, N)
-    is_whole = (starts + _FLEX_BLOCK <= n_tokens)[:, None]  # the last block may be shorter
-    full = is_before & is_whole & is_one_document
-    partial = (starts[:, None] == starts) | (is_before & is_continued & ~full)
+    is_whole = (starts + _FLEX_BLOCK <= n_tokens)[:, None]  # (N, 1): the last one may be shorter
+    full = is_one_document.tril(-1) & is_whole
+    partial = (starts[:, None] == starts) | (is_continued.tril(-1) & ~full)
     return BlockMask.from_kv_blocks(
         *_ordered_blocks(partial),
         *_ordered_blocks(full),

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gptrain.models.attention import SequenceLayout
-from gptrain.models.cache import KVCache, LayerCache
+from gptrain.models.attention import KVCache, LayerCache, SequenceLayout
 
 _INIT_STD = 0.02  # standard deviation of initial matrices and embeddings, as in GPT-2
 
@@ -157,9 +156,7 @@ class Decoder(nn.Module):
         """
         n_tokens = start + tokens.shape[-1]
         if layout is None and n_tokens > self.max_seq_len:
-            message = f"longer than max_seq_len={self.max_seq_len}"
-            hint = "shorten the sequence or raise max_seq_len"
-            raise ValueError(f"sequence of {n_tokens} tokens: {message}; {hint}")
+            raise ValueError(f"{n_tokens} tokens: longer than max_seq_len={self.max_seq_len}")
         return self.token_embedding(tokens)
 
     def new_cache(self) -> KVCache:

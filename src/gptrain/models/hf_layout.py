@@ -62,7 +62,7 @@ def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the GPT2LMHeadModel that computes the same as a SimpleGPT.
 
     Both are by the names of transformers. The tensors share memory with the net, but the joined
-    q, k and v are copies. The tied head is left out.
+    q, k and v are copies.
     """
     config = _gpt2_config(net) | {"n_positions": net.max_seq_len}
     config["architectures"] = ["GPT2LMHeadModel"]
@@ -75,7 +75,7 @@ def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tenso
     """Return a state dict for a SimpleGPT from the weights of a GPT2LMHeadModel or GPT2Model.
 
     The result has views of `tensors`. Constants of old files are left out. Unknown tensors keep
-    their names and missing ones are missing, so that the caller can report both.
+    their names and missing ones are missing, also a tied head, so that the caller can report both.
 
     Args:
         net: SimpleGPT, whose sizes are compared. It is not changed.
@@ -98,7 +98,7 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of the transformers model that computes the same as a Llama.
 
     Both are by the names of transformers: of Qwen3ForCausalLM with `qk_norm`, else of
-    LlamaForCausalLM. The tensors share memory with the net. A tied head is left out.
+    LlamaForCausalLM. The tensors share memory with the net.
     """
     config = _llama_config(net) | {"max_position_embeddings": net.max_seq_len}
     config["architectures"] = ["Qwen3ForCausalLM" if net.qk_norm else "LlamaForCausalLM"]
@@ -173,11 +173,8 @@ def _check_same(config: Config, expected: Config) -> None:
 
 
 def _to_layout(net: Decoder, table: _Table) -> dict[str, Tensor]:
-    """Return the tensors of a net by the names of transformers. A tied head is left out."""
-    state = net.state_dict()
-    if net.tie_head:
-        del state["head.weight"]
-    tensors = {}
+    """Return the tensors of a net by the names of transformers."""
+    state, tensors = net.state_dict(), {}
     for name, parts in _names(net, table).items():
         if parts[0] in state:
             tensor = torch.cat([state[part] for part in parts]) if parts[1:] else state[parts[0]]
@@ -194,8 +191,6 @@ def _from_layout(net: Decoder, table: _Table, tensors: Tensors) -> dict[str, Ten
             state |= zip(parts, tensor.chunk(len(parts)), strict=True)
         elif not _CONSTANTS.fullmatch(name):
             state[name] = tensor
-    if net.tie_head and "token_embedding.weight" in state:
-        state["head.weight"] = state["token_embedding.weight"]
     return state
 
 

@@ -52,7 +52,9 @@ class HuggingFace(nn.Module):
         super().__init__()
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        keys = {"model_type": "", **config_keys(config, path), "vocab_size": vocab_size}
+        content = json.loads((Path(path).expanduser() / "config.json").read_text()) if path else {}
+        keys = _without_code({"model_type": "", **content, **(config or {})})
+        keys["vocab_size"] = vocab_size
         try:
             model_config = AutoConfig.for_model(**keys)
             self.model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
@@ -83,13 +85,10 @@ class HuggingFace(nn.Module):
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the model's config and its tensors by the names of transformers.
 
-        The tensors are those of the model, not copies. A tied tensor has the first of its names
-        only.
+        The tensors are those of the model, not copies.
         """
         config = self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
-        state = self.model.state_dict(keep_vars=True)
-        first_names = {tensor: name for name, tensor in reversed(state.items())}
-        return config, {name: tensor for tensor, name in first_names.items()}
+        return config, self.model.state_dict()
 
     def from_hugging_face(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -98,12 +97,11 @@ class HuggingFace(nn.Module):
 
         The state dict holds the given tensors, not copies. It also has tensors with unknown names,
         except those that transformers ignores, and lacks missing tensors, so that the caller can
-        report both. The net is not changed.
+        report both. A tied tensor has the names that it has in `tensors`. The net is not changed.
 
         Args:
             config: Content of the folder's config.json. Only `model_type` is compared.
-            tensors: Tensors by name. The prefix of the base model may be missing, and a tied tensor
-                may be missing under all but one of its names.
+            tensors: Tensors by name. The prefix of the base model may be missing.
 
         Raises:
             ValueError: If the folder holds a model of another type.
@@ -112,31 +110,17 @@ class HuggingFace(nn.Module):
         model_type = config.get("model_type")
         if model_type != expected:
             raise ValueError(f"model_type={model_type} in the config, {expected} in the net")
-        state = self.model.state_dict(keep_vars=True)
+        own_names = self.model.state_dict().keys()
         prefix = f"{self.model.base_model_prefix}."
         ignored_patterns = self.model._keys_to_ignore_on_load_unexpected or ()
         # GPT-2's original file has no head and no prefix, and contains attention masks.
         loaded = {}
         for name, tensor in tensors.items():
-            full_name = prefix + name if prefix + name in state else name
+            full_name = prefix + name if prefix + name in own_names else name
             is_ignored = any(re.search(pattern, name) for pattern in ignored_patterns)
-            if full_name in state or not is_ignored:
-                loaded[full_name] = tensor
-        loaded_of = {tensor: loaded[name] for name, tensor in state.items() if name in loaded}
-        tied = {name: loaded_of[tensor] for name, tensor in state.items() if tensor in loaded_of}
-        return {f"model.{name}": tensor for name, tensor in {**loaded, **tied}.items()}
-
-
-def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
-    """Return the keys of `path`/config.json and of `config`, which wins, nested as they are.
-
-    Keys that name code to download, and those of the weights' dtype, are left out. None for an
-    argument stands for no keys. Raises an OSError or a ValueError if the file cannot be read.
-    """
-    content = {}
-    if path is not None:
-        content = json.loads((Path(path).expanduser() / "config.json").read_text())
-    return _without_code({**content, **(config or {})})
+            if full_name in own_names or not is_ignored:
+                loaded[f"model.{full_name}"] = tensor
+        return loaded
 
 
 def _without_code(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from gptrain.core.errors import DONE, printable
 from gptrain.core.shell import by_key
 from gptrain.core.small_files import flatten, read_facts, read_values
 
-# Errors that a file of another form than gptrain's may cause while it is read.
-MALFORMED_FILE_ERRORS = OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError
 _OVERRIDES, _CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics after the objective
 # Endings of keys that hold a location: equal runs may have different ones.
@@ -66,7 +64,7 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     for path in dict.fromkeys(file.parents[1] for file in files):
         try:
             runs.append(read_run(path))
-        except MALFORMED_FILE_ERRORS as error:
+        except Exception as error:  # a file of another form than gptrain's may cause any
             print(f"warning: {printable(f'{path}: {error}')}", file=sys.stderr)
     return runs
 
@@ -74,7 +72,7 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 def read_run(folder: Path) -> RunRecord:
     """Return the record of the run in a folder.
 
-    Raises one of MALFORMED_FILE_ERRORS if there is no run or one of its files is damaged.
+    Raises an OSError if there is no run, and any Exception if one of its files is damaged.
     """
     overrides = [str(word) for word in read_values(folder / _OVERRIDES)]
     result = read_values(folder / RESULT_NAME) if (folder / RESULT_NAME).exists() else {}

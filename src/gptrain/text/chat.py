@@ -62,7 +62,8 @@ class ChatFormat:
         self._template = _compile(self.template)
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         tokens, is_target = self.encode(talk)
-        self.end_id = int(tokens[is_target][-1])
+        # -1: the template writes no answer.
+        self.end_id = next(reversed(tokens[is_target].tolist()), -1)
         if self.end_id not in tokenizer.core.get_added_tokens_decoder():
             message = "the chat template writes no control token at the end of an answer"
             hint = f"a tokenizer with a special token {_IM_END}, or an eos_token in its config"
@@ -127,9 +128,8 @@ def _compile(template: str) -> Any:
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    # {% generation %}, by which transformers marks the answers, is read as its content.
-    template = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1if true", template)
-    template = re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endif", template)
+    # {% generation %}, by which transformers marks the answers, is a scope without an effect.
+    template = re.sub(r"(\{%[-+]?\s*(end)?)generation\b", r"\1with", template)
     try:
         return environment.from_string(template)
     except TemplateError as error:

@@ -1,7 +1,7 @@
 """Generation of text from prompts: as strings, or printed token by token."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -92,10 +92,7 @@ class Writer:
         drawn = sampling.generate(
             self.net, tokens, self.n_tokens, self.sampling, self.generator, True, stop_ids
         )
-        text = ""
-        for piece in decode_until(self.tokenizer, tokens, drawn, self.stop):
-            text += piece
-            yield piece
+        text = yield from decode_until(self.tokenizer, tokens, drawn, self.stop)
         self.messages += [question, {"role": "assistant", "content": text}]
 
     def write(self, prompt: str) -> None:
@@ -127,11 +124,12 @@ class Writer:
 
 def decode_until(
     tokenizer: Tokenizer, prompt: list[int], drawn: Iterable[int], stop: Sequence[str]
-) -> Iterator[str]:
+) -> Generator[str, None, str]:
     """Yield the text that tokens add to that of a prompt, in pieces, up to the first stop text.
 
     A character of several tokens is yielded when its last token is known. Characters that may begin
-    a stop text are held back until the text is known. A piece may be empty.
+    a stop text are held back until the text is known. A piece may be empty. The generator returns
+    all pieces as one text.
 
     Args:
         prompt: Token ids of the prompt, which are decoded with the first tokens.
@@ -151,3 +149,4 @@ def decode_until(
         yield text[n_shown:n_known]
         n_shown = n_known
     yield text[n_shown:]
+    return text
