@@ -85,7 +85,7 @@ class Noisy(Resumable):
             yield number + (random.random() + np.random.random() + torch.rand(()).item()) / 4
 
 
-def hugging_face(folder, n_files: int, is_shuffled: bool):
+def hugging_face(folder, n_files: int, kind: str):
     import datasets
 
     for number in range(n_files):
@@ -93,7 +93,8 @@ def hugging_face(folder, n_files: int, is_shuffled: bool):
         (folder / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = [f"{folder}/{number}.jsonl" for number in range(n_files)]
     data = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
-    data = data.shuffle(seed=0, buffer_size=5) if is_shuffled else data
+    data = data.shuffle(seed=0, buffer_size=5) if kind != "plain" else data
+    data = datasets.concatenate_datasets([data]) if kind == "in a part" else data
     return data.map(lambda row: {"x": row["x"]})
 
 
@@ -177,15 +178,15 @@ def test_ranks_divide_a_stream_and_continue_each_with_its_part(kind):
 
 @pytest.mark.engine("datasets")
 @pytest.mark.parametrize("n_files", [1, 2])
-@pytest.mark.parametrize("is_shuffled", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "in a part"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stream_of_datasets_is_divided_and_resumes(
-    n_files, is_shuffled, world_size, tmp_path, monkeypatch
+    n_files, kind, world_size, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
 
     def readers(states):
-        data = [hugging_face(tmp_path, n_files, is_shuffled) for _ in range(world_size)]
+        data = [hugging_face(tmp_path, n_files, kind) for _ in range(world_size)]
         return [Reader(d, rank, world_size, states[rank]) for rank, d in enumerate(data)]
 
     first = readers([None, None])

@@ -56,6 +56,16 @@ def test_files_of_compiled_nets_of_nanogpt_and_of_several_nets(tmp_path):
         load({"state_dict": others})
 
 
+def test_a_net_that_ties_two_tensors_refuses_two_that_differ(tmp_path):
+    layers, file = [torch.nn.Linear(2, 2) for _ in range(2)], tmp_path / "x.pt"
+    tied = torch.nn.Sequential(layers[0], layers[0])
+    torch.save(tied.state_dict(), file)
+    assert load_weights(tied, file) == []
+    torch.save(torch.nn.Sequential(*layers).state_dict(), file)
+    with pytest.raises(ValueError, match=r"1\.weight is 0\.weight only in the net; 1\.bias is"):
+        load_weights(tied, file)
+
+
 TABLE = "position_embedding.weight"
 
 

@@ -173,6 +173,7 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
         save(store, b"state", step)
     copy(store, mirror)
     (tmp_path / "mirror" / "step-00000004" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "mirror" / "step-00000004" / "manifest.json")  # would wait for a writer
     (tmp_path / "mirror" / "step-00000003" / "manifest.json").write_bytes(b"other")
     damage(tmp_path / "mirror" / "step-00000002" / "state.ckpt")
     of_another_run = CheckpointStore(tmp_path / "another", "b")
@@ -203,6 +204,34 @@ def test_copies_of_steps_before_which_the_run_went_back_are_removed(pair, tmp_pa
     store.set_aside_after(1)
     copy(store, mirror)
     assert names(tmp_path / "mirror") == {"step-00000001", "step-00000003"}
+
+
+def test_a_restore_that_is_cut_off_leaves_nothing_so_that_no_copy_is_lost_later(pair, tmp_path):
+    store, mirror = pair
+    for step in (1, 2):
+        save(store, b"state", step)
+    copy(store, mirror)
+    again = CheckpointStore(tmp_path / "again", "a")
+    (again.folder / ".draft-step-00000001").mkdir(parents=True)
+    with pytest.raises(FileExistsError):  # when the copy of step 2 is complete
+        mirror.restore(again)
+    assert again.paths() == []
+
+
+def test_only_the_own_copies_are_removed(tmp_path):
+    """The name of a mirror may be a pattern that another one matches."""
+    store, other = CheckpointStore(tmp_path / "run", "a"), CheckpointStore(tmp_path / "other", "b")
+    mirrors = [Mirror(f"memory://{name}") for name in ("run[1]", "run1")]
+    for step in (1, 2):
+        save(store, b"state", step)
+        for mirror in mirrors:
+            copy(store, mirror)
+    save(other, b"state", 3)  # of a run that has begun at the same time
+    copy(other, mirrors[1])
+    store.prune(1)
+    copy(store, mirrors[0])
+    left = [{Path(path).name for path in m.files.ls(m.root, detail=False)} for m in mirrors]
+    assert left == [{"step-00000002"}, {"step-00000001", "step-00000002"}]
 
 
 def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):

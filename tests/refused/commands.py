@@ -59,6 +59,7 @@ TEXTS = {
     "empty.txt": "",
     "file": "",
     "text.txt": "a line of the text\n" * 100,
+    "commas.csv": "text\n" + "a line, of the text\n" * 100,
     "no.safetensors": "# not one",
     "t.json": "{}",
     "bad.jsonl": '{"text": "a"}\n{"text"',

@@ -8,6 +8,7 @@ resumes from an old image of its disk, or because newer originals are damaged, k
 until it reaches their steps.
 """
 
+import glob
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,12 +56,8 @@ class Mirror:
                 fails with an OSError.
             DamagedCheckpointError: If all checkpoints to restore are damaged.
         """
-        run_id = lock.run_id
         try:
-            for name in self._names():
-                with suppress(DamagedCheckpointError):
-                    run_id = parse(self._manifest(name), Path(name)).run_id
-                    break
+            run_id = self._owner(lock.run_id)
             if restore:
                 lock.adopt(run_id)
                 store.run_id = run_id
@@ -78,16 +75,19 @@ class Mirror:
         copies, so that the run copies these steps again. Raises a DamagedCheckpointError if all are
         damaged.
         """
-        for name in self._names():
-            if text := self._manifest(name):
-                draft = hidden(store.folder / name)
-                draft.mkdir(parents=True)
-                with suppress(DamagedCheckpointError, FileNotFoundError):  # `verify` will miss it
-                    for file in parse(text, draft).files:
-                        self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
-                files.replace(draft / MANIFEST_NAME, text)
-                os.rename(draft, store.folder / name)
-                files.sync_folder(store.folder)
+        texts = {name: text for name in self._names() if (text := self._manifest(name))}
+        for name, text in texts.items():
+            draft = hidden(store.folder / name)
+            draft.mkdir(parents=True)
+            with suppress(DamagedCheckpointError, FileNotFoundError):  # `verify` will miss it
+                for file in parse(text, draft).files:
+                    self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
+            files.replace(draft / MANIFEST_NAME, text)
+        # A restore that is cut off must leave the store empty, or the next start would not copy the
+        # others, and would remove their copies as those of checkpoints that it has pruned.
+        for name in reversed(texts):
+            os.rename(hidden(store.folder / name), store.folder / name)
+            files.sync_folder(store.folder)
         if newest := store.newest_intact():
             store.set_aside_after(manifest.step_of(newest))
 
@@ -102,6 +102,9 @@ class Mirror:
     def _update(self, store: CheckpointStore) -> None:
         """Copy new checkpoints, the newest first, and remove copies of pruned ones, in a thread."""
         try:
+            # Two runs may have begun with the same empty mirror.
+            if self._owner(store.run_id or "") != store.run_id:
+                raise OSError("holds another run")
             for path in reversed(store.paths()):
                 # The run may prune a checkpoint meanwhile.
                 with suppress(DamagedCheckpointError, FileNotFoundError):
@@ -110,7 +113,9 @@ class Mirror:
             left = {path.name.partition(".")[0] for path in store.folder.glob("step-*.unused-*")}
             for name in self._names():
                 if name not in kept and (name in left or name < max(kept, default="")):
-                    self.files.rm(f"{self.root}/{name}", recursive=True)
+                    # `rm` reads a path as a pattern, except that of a local folder.
+                    escape = str if "file" in self.files.protocol else glob.escape
+                    self.files.rm(escape(f"{self.root}/{name}"), recursive=True)
         except Exception as error:  # fsspec's packages raise exceptions of any type
             text = "warning: checkpoint.mirror=%s: not up to date: %s; own checkpoints are intact"
             _log.warning(text, self.url, errors.first_line(error))
@@ -149,6 +154,14 @@ class Mirror:
 
     def _manifest(self, name: str) -> bytes:
         """Return the text of the manifest of a copy, or b"" without one."""
-        with suppress(FileNotFoundError):
-            return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
+        path = f"{self.root}/{name}/{MANIFEST_NAME}"
+        with suppress(FileNotFoundError):  # opening a named pipe would wait for a writer
+            return self.files.cat_file(path) if self.files.info(path)["type"] == "file" else b""
         return b""
+
+    def _owner(self, run_id: str) -> str:
+        """Return the identity of the run whose copies the mirror holds, `run_id` without any."""
+        for name in reversed(self._names()):
+            with suppress(DamagedCheckpointError):
+                return parse(self._manifest(name), Path(name)).run_id
+        return run_id

@@ -165,6 +165,10 @@ def run_sweep(job: Job, schema: type[RunConfig], words: list[str]) -> None:
     cfg = compose_words(first_words, schema)
     # The folder of a job is named by the keys that the sweep varies.
     keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
+    is_own = OmegaConf.is_interpolation(cfg.checkpoint, "mirror")  # each job has its own folder
+    if len(keys) < len(parsed) and not is_own and (mirror := cfg.checkpoint.mirror):
+        hint = "checkpoint.mirror=.../${hydra:job.num}"
+        raise ConfigError.of("checkpoint.mirror", mirror, "a job would resume another", hint=hint)
     words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
     words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
     try:

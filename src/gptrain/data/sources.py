@@ -1,10 +1,11 @@
 """Files of a corpus, and their text in pieces, each marked by its split.
 
-A document is a text file, or one record of a file of records. Plain text and JSON lines, also with
-gzip, need no package. Parquet files, JSON arrays, CSV files and records compressed in another way
+A document is a text file, or one record of a file of records. Plain text, and JSON lines and CSV,
+also with gzip, need no package. Parquet files, JSON arrays and JSON lines compressed in another way
 are read by the package `datasets` (extra `datasets`).
 """
 
+import csv
 import glob
 import gzip
 import io
@@ -179,17 +180,23 @@ def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
 def _read(file: Path, kind: str) -> Iterator[Any]:
     """Yield each record of a file."""
     suffix = file.suffix.lower()
-    if kind == "jsonl" and suffix not in _COMPRESSED[1:]:
+    if kind == "csv" or (kind == "jsonl" and suffix not in _COMPRESSED[1:]):
         with gzip.open(file) if suffix == ".gz" else file.open("rb") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
+            if kind == "jsonl":
+                yield from (json.loads(line) for line in lines if line.strip())
+                return
+            csv.field_size_limit(2**31 - 1)  # characters of a value
+            text = io.TextIOWrapper(lines, "utf-8-sig", newline="")
+            separator = "\t" if ".tsv" in file.name.lower() else ","
+            rows = csv.reader(text, delimiter=separator, strict=True)
+            columns = next(rows, [])
+            # pandas shifts the values of a row that has more of them than there are columns.
+            yield from (dict(zip(columns, row, strict=True)) for row in rows if row)
         return
-    options: dict[str, Any] = {}
-    if kind == "csv":  # the text "NA" is a text
-        options = {"keep_default_na": False, "sep": "\t" if ".tsv" in file.name.lower() else ","}
     kind = "json" if kind == "jsonl" else kind
     path = glob.escape(str(file.absolute()))
     load = import_module("datasets").load_dataset  # a package that only these files need
-    yield from load(kind, data_files=path, split="train", streaming=True, **options)
+    yield from load(kind, data_files=path, split="train", streaming=True)
 
 
 def _text_of(record: Any, text_key: str, place: str) -> str:

@@ -160,7 +160,7 @@ def split_by_rank(stream: Any, rank: int, world_size: int) -> Any:
 
 def has_shuffle_buffer(stream: Any) -> bool:
     """Return whether a stream of `datasets` shuffles in a buffer, which its state lacks."""
-    part = getattr(stream, "_ex_iterable", None)
-    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
-        part = getattr(part, "ex_iterable", None)
-    return part is not None
+    parts = [getattr(stream, "_ex_iterable", None)]
+    for part in parts:  # the list grows; interleaved and concatenated streams have several parts
+        parts += getattr(part, "ex_iterables", [getattr(part, "ex_iterable", None)] if part else [])
+    return any(type(part).__name__ == "BufferShuffledExamplesIterable" for part in parts)

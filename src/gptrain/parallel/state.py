@@ -145,6 +145,12 @@ def load_net_state(
     differing, notes = _compare(own, saved, tables, strict)
     differing += [f"{name} only in the net" for name in own if name not in saved]
     differing += [f"{name} only in the checkpoint" for name in saved if name not in tensors]
+    # A file of torch.save has a tied tensor under both names.
+    ties = {n: first for n, first in tied_names(full_net).items() if {n, first} <= saved.keys()}
+    both = {n: torch.empty(saved[n], dtype=source.dtypes[n]) for n in {*ties, *ties.values()}}
+    source.read(both)
+    unequal = (n for n, first in ties.items() if not torch.equal(both[n], both[first]))
+    differing += [f"{n} is {ties[n]} only in the net" for n in unequal]
     if len(differing) > _SHOWN:
         differing[_SHOWN:] = [f"and {len(differing) - _SHOWN} more"]
     if differing:
