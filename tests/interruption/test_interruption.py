@@ -149,6 +149,10 @@ TABLE = {
         killed("on_before_backward", 5, words=("checkpoint.every_n_steps=2",)),
         killed("in_save", 6),
     )),
+    "a signal between EarlyStopping and min_steps": Row(
+        (*PLAIN, EARLY.replace("patience: %d", "stopping_threshold: 99"), "trainer.max_steps=6",
+         "trainer.min_steps=6"), (asked("on_before_backward", 4),),
+    ),
     "a full disk": Row(RICH, (
         full_disk("on_train_batch_start", 1), full_disk("in_save", 3), full_disk("in_save", 6),
     )),

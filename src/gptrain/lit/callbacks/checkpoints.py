@@ -226,9 +226,8 @@ class Checkpoints(Checkpoint):
         `TrainingMonitor` calls it for the last step of the epoch before, ahead of
         `on_train_epoch_start` of any other callback. Raises the errors of `save`.
         """
-        every_n_steps = self.options.every_n_steps
-        is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
-        if is_interval_over or self._time_is_up or self._stopping or trainer.should_stop:
+        is_interval_over = trainer.global_step % (self.options.every_n_steps or math.inf) == 0
+        if is_interval_over or self._time_is_up or self._stopping:
             self.save(trainer)
 
     def leave_if_saved(self, trainer: Trainer) -> None:
