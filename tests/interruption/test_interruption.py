@@ -220,6 +220,10 @@ TABLE = {
         (*PLAIN, DRAWS, TOP, "strategy=ddp", "data.batch_size=1"),
         (killed("on_validation_batch_end", 6),), ranks=2,
     ),
+    "a rank with another config": Row(
+        (*PLAIN, "strategy=ddp", "data.batch_size=1"),
+        (Start(code=2, words=('optimizer.weight_decay="${oc.decode:${oc.env:RANK}}"',)),), ranks=2,
+    ),
     "FSDP: an error of one rank, then its SIGTERM in a save": Row(
         (*PLAIN, DRAWS, EARLY % 9, "strategy=fsdp", "data.batch_size=1"),
         (failed("on_validation_batch_end", 3, rank=1), asked("on_save_checkpoint", 6, rank=1)),

@@ -16,13 +16,14 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
-from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
+from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue, show
 from gptrain.core.lengths import RunLengths, plan_batch
 from gptrain.core.schema import RunConfig, SampleTextConfig
 from gptrain.core.shell import command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import parallel_dims
 from gptrain.core.value_types import KeepsResult, Section
+from gptrain.parallel.mesh import from_rank_0
 from gptrain.runtime.devices import find_devices
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,24 @@ def continue_run(
     if is_same and not cfg.scheduler.warmup_tokens:
         lengths = replace(lengths, warmup_steps=saved.get("warmup_steps"))
     return _keep_precision(cfg, saved), lengths
+
+
+def check_ranks(cfg: RunConfig, *datasets: Any) -> None:
+    """Check that this rank has the config and the data of rank 0. Collective.
+
+    A node may have another command, other files in conf/ or another corpus, with which its ranks
+    would train. Of a dataset the attribute `fingerprint` is compared, if it has one. Folders,
+    devices and workers may differ, and what only rank 0 reads.
+
+    Raises:
+        ConfigError: On a rank that differs, about the first key with another value.
+    """
+    own = flatten(cfg.plain(exclude={"ckpt_path", "logger", "output_dir", "run_dir"}))
+    own["data"] = [getattr(dataset, "fingerprint", None) for dataset in datasets]
+    first = from_rank_0(own)
+    for key in sorted(own | first):
+        if own.get(key) != first.get(key) and not key.endswith(("_dir", "devices", "num_workers")):
+            raise ConfigError.of(key, own.get(key), f"rank 0 has {show(first.get(key))}")
 
 
 def _keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:

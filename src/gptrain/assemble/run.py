@@ -14,18 +14,12 @@ import lightning.pytorch as pl
 import torch
 from torch import distributed, nn
 
+from gptrain.assemble import datasets
 from gptrain.assemble.companion_files import write_tokenizer
 from gptrain.assemble.config_errors import as_config_errors
-from gptrain.assemble.datasets import (
-    build_datasets,
-    check_samples,
-    find_tokens,
-    first_batches,
-    read_as_pairs,
-)
 from gptrain.assemble.load import build_net, start_from
 from gptrain.assemble.module import build_module, build_optimizer, module_class
-from gptrain.assemble.resume import continue_run
+from gptrain.assemble.resume import check_ranks, continue_run
 from gptrain.assemble.trainer import build_trainer
 from gptrain.assemble.training_run import TrainingRun
 from gptrain.checkpoints.lock import read_run_id
@@ -129,24 +123,24 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     guard.beat(phase="connect", allow_s=cfg.strategy.timeout_s + _CONNECTING_S)
     with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
         _start_rank(cfg, process, devices)
-    if devices.n_nodes > 1:
-        _check_shared(cfg.run_dir)
+    _check_shared(cfg.run_dir)
 
     # Rank 0 may tokenize a corpus for hours. There is nothing to save yet.
     guard.beat(phase="data", allow_s=_PREPARING_S)
     with guard.nothing_to_save():
-        train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, _PREPARING_S)
+        make_data = partial(datasets.build_datasets, cfg)
+        train, val, test = after_rank_0(make_data, process.rank, _PREPARING_S)
     guard.beat(phase="build", allow_s=_STARTING_S)
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)
-    check_samples(cfg, module_type, (train, val, test))
+    datasets.check_samples(cfg, module_type, (train, val, test))
     batch = plan_batch(cfg, dims.data)
     if cfg.trainer.overfit_batches:
-        train = first_batches(train, cfg.trainer.overfit_batches, batch)
+        train = datasets.first_batches(train, cfg.trainer.overfit_batches, batch)
     if isinstance(train, UserData):  # the batch size is that of the user's loader
         batch = replace(batch, batch_size=train.batch_size)
     sample = train[0]
-    tokens = find_tokens(sample)
+    tokens = datasets.find_tokens(sample)
     lengths = plan_lengths(cfg, batch, len(train), None if tokens is None else len(tokens))
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
@@ -158,6 +152,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     # Checkpoints record the resolved precision: "auto" is another one on another device.
     if cfg.trainer.precision == "auto":
         cfg = cfg.changed({"trainer.precision": native_precision(devices)})
+    check_ranks(cfg, train, val)
     make_net = partial(build_net, cfg.model)
     cfg = _with_compile(cfg, devices, partial(build_on_meta_device, make_net))
 
@@ -173,7 +168,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             precision=cfg.trainer.precision,
             sample=tokens if issubclass(module_type, LanguageModel) else None,
         )
-        if "train" in read_as_pairs(module_type) and has_documents(sample):
+        if "train" in datasets.read_as_pairs(module_type) and has_documents(sample):
             check_layout(net, len(sample[0]))
         if checkpoint is None and cfg.init_from is not None:
             start_from(cfg, str(cfg.init_from), net, strategy.full_net)
@@ -194,7 +189,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             seed=cfg.seed,
             rank=dims.data_rank(process.rank),
             world_size=dims.data,
-            equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
+            equal_lengths=datasets.read_as_pairs(module_type) if lengths.unit == "tokens" else (),
             vocab_size=cfg.model.arguments.get("vocab_size"),
             num_workers=cfg.data.num_workers,
             pin_memory=devices.accelerator == "cuda",
