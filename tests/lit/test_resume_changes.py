@@ -62,8 +62,10 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     again = ("ckpt_path=last", "data.batch_size=6", "trainer.max_steps=8")
     assert "data.global_batch_size" in fit(*words, *again, code=2).errors[0]
     allowed = (*again, "allow_changes=[data.global_batch_size]")
-    by_tokens = (*allowed, "trainer.max_steps=-1", "max_tokens=4000")
-    assert "max_tokens=4000.0: needs steps of one size" in fit(*words, *by_tokens, code=2).errors[0]
+    by_epochs = (*words, *allowed, "trainer.max_steps=-1")
+    assert "trainer.max_epochs: needs steps of one size" in fit(*by_epochs, code=2).errors[0]
+    by_tokens = (*by_epochs, "max_tokens=4000")
+    assert "max_tokens=4000.0: needs steps of one size" in fit(*by_tokens, code=2).errors[0]
     run = fit(*words, *allowed)
     tokens = [64, 128, 192, 288, 384, 480, 576, 672]
     assert run.column("tokens") == tokens

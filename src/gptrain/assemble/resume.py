@@ -156,10 +156,13 @@ def _differences(cfg: RunConfig, saved: dict[str, Any]) -> list[ConfigIssue]:
         for key in sorted(differing)
         if key.startswith(part) and key not in _EXTRA_ENTRIES and not _covers(allowed, key)
     ]
-    if cfg.max_tokens and cfg.task == "fit" and "data.global_batch_size" in differing:
-        message = "needs steps of one size, and the global batch size has changed"
+    is_by_epochs = cfg.trainer.max_steps == -1 and not cfg.trainer.max_time
+    resized = {"data.global_batch_size", "data.seq_len"}.intersection(differing)
+    if resized and cfg.task == "fit" and (cfg.max_tokens or is_by_epochs):
+        key = "max_tokens" if cfg.max_tokens else "trainer.max_epochs"
+        text = f"needs steps of one size, and {min(resized)} has changed"
         hint = "trainer.max_steps=<n> max_tokens=null"
-        issues.append(ConfigIssue("max_tokens", cfg.max_tokens, message, hint))
+        issues.append(ConfigIssue(key, cfg.value_of(key), text, hint))
     return issues
 
 
