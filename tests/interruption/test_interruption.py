@@ -192,6 +192,7 @@ TABLE = {
     "ReduceLROnPlateau, and EarlyStopping that ends the run": Row(
         (*PLAIN, "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
          "+scheduler.patience=0", "+scheduler.threshold=10.0", "trainer.val_check_interval=1",
+         "allow_changes=[optimizer.lr]",  # allows what a start before has changed
          (EARLY % 4).replace("patience", "min_delta: 9.0, patience")),
         (asked("on_validation_batch_end", 3),),
     ),

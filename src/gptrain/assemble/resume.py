@@ -216,17 +216,6 @@ def _keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     return cfg.changed({"trainer.precision": saved["trainer.precision"]})
 
 
-def changed_options(cfg: RunConfig) -> set[str]:
-    """Return which keys of the optimizer's parameter groups get their new values on a resume.
-
-    They are the optimizer options that `allow_changes` permits. "lr" stands for every option whose
-    name ends with `_lr`.
-    """
-    keys = (key for key in cfg.optimizer.plain() if _covers(cfg.allow_changes, f"optimizer.{key}"))
-    # embedding_lr is the `lr` of its parameter group.
-    return {"lr" if key.endswith("_lr") else key for key in keys}
-
-
 def _covers(names: Iterable[str], key: str) -> bool:
     """Return whether one of the dotted names is the key, or a group that holds the key."""
     return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from gptrain.assemble.load import build_target
-from gptrain.assemble.resume import changed_options, identity
+from gptrain.assemble.resume import identity
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
@@ -149,6 +149,4 @@ def _build_checkpoints(
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    return Checkpoints(
-        store, facts, cfg.checkpoint, changed_options(cfg), cfg.objective, mirror, guard
-    )
+    return Checkpoints(store, facts, cfg.checkpoint, cfg.objective, mirror, guard)

@@ -1,7 +1,7 @@
 """Checkpoints, the callback that saves a run so that it can resume bit for bit from every save."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -46,8 +46,6 @@ class Checkpoints(Checkpoint):
         identity: Config key -> value for all keys that a resumed run must not change. Every
             manifest contains it.
         options: `checkpoint` group of the config, such as the intervals and the monitored metric.
-        changed: Names of the optimizer options, such as `lr`, that take their value from the
-            current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
         mirror: Mirror that copies each checkpoint while training continues, or None.
         guard: Watchdog of this rank. It counts the time of each phase, and has the flag that a stop
@@ -58,7 +56,6 @@ class Checkpoints(Checkpoint):
     store: CheckpointStore
     identity: dict[str, Any]
     options: CheckpointConfig
-    changed: Collection[str]
     objective: str
     mirror: Mirror | None
     guard: Guard
@@ -88,7 +85,8 @@ class Checkpoints(Checkpoint):
         # Keep only these entries, so that the tensors of the checkpoint can be freed.
         self._loaded = {key: checkpoint.get(key) for key in resume.STATE}
         step = self.saved_step = checkpoint["global_step"]
-        metrics = read_manifest(Path(str(trainer.ckpt_path))).metrics
+        saved = read_manifest(Path(str(trainer.ckpt_path)))
+        metrics, self._changed = saved.metrics, resume.changed_options(self.identity, saved.config)
         is_last = step == trainer.max_steps
         self._only_validates = is_last and trainer.enable_validation and not metrics
         if is_last:
@@ -112,7 +110,7 @@ class Checkpoints(Checkpoint):
         if self._only_validates:
             trainer.val_check_batch = 1
         if self._loaded is not None:
-            resume.resume_run(trainer, self._loaded, frozenset(self.changed))
+            resume.resume_run(trainer, self._loaded, self._changed)
             self._loaded = None
         if trainer.is_global_zero:
             self.store.set_aside_after(trainer.global_step)

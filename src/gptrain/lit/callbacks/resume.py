@@ -55,7 +55,17 @@ def warn_about_missing(expected: Mapping[str, str], metrics: Mapping[str, float]
             log.warning("warning: %s", ConfigIssue(key, name, message))
 
 
-def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
+def changed_options(now: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    """Return the names of the optimizer options that two configs, by dotted keys, set differently.
+
+    "lr" stands for every option that gives a learning rate, and for what it is scaled with.
+    """
+    rates = ("_lr", "lr_scaling", *["batch_size"] * (now.get("optimizer.lr_scaling") != "none"))
+    keys = [key for key in now.keys() | saved.keys() if now.get(key) != saved.get(key)]
+    return {"lr" if key.endswith(rates) else key.rpartition(".")[2] for key in keys}
+
+
+def resume_run(trainer: Trainer, state: dict[str, Any], changed: set[str]) -> None:
     """Restore what Lightning does not restore itself, before the first step of a resumed run.
 
     Restores frozen parameters, schedules and random generators, gives the optimizer the current
@@ -64,8 +74,8 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     Args:
         trainer: Trainer that has loaded the checkpoint.
         state: Entries of the checkpoint with the keys in STATE.
-        changed: Names of the optimizer options, such as `lr`, that take their value from the
-            current config.
+        changed: Result of `changed_options`. These options take their value from the current
+            config, all others from the checkpoint.
     """
     for name, parameter in strategy_of(trainer).saved_parameters().items():
         parameter.requires_grad_(name not in state["frozen"])  # a callback may have frozen it
@@ -88,7 +98,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
 
 
-def _apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
+def _apply_changes(trainer: Trainer, changed: set[str]) -> None:
     """Give the optimizer the current values of changed options, and log them."""
     messages: dict[str, None] = {}  # parameter groups share most options: list a change once
     groups = trainer.optimizers[0].param_groups
