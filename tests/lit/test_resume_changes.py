@@ -80,6 +80,13 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     assert more.column("tokens")[-1] == 768
 
 
+def test_a_resume_under_another_strategy_says_that_means_over_the_epoch_differ(fit):
+    words = (*CONSTANT, *runs.TWO, f"{runs.MODULES}.Logs", "data.global_batch_size=8")
+    fit(*words, "strategy=ddp", "trainer.max_steps=2")
+    again = fit(*words, "strategy=tensor_parallel", "ckpt_path=last")
+    assert "means over this epoch differ" in again.out
+
+
 # Callbacks, metrics and schedules
 
 STOP = f"+callbacks.stop={{_target_: {runs.LIGHTNING}.EarlyStopping, monitor: val/loss"

@@ -11,23 +11,24 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.core.errors import ConfigIssue
-from gptrain.core.labels import count_text
 from gptrain.lit.lightning import epoch_results, load_epoch_results, resume_schedules, strategy_of
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("rng", "logged", "frozen", "epoch_results")  # keys of add_state
+STATE = ("rng", "dims", "logged", "frozen", "epoch_results")  # keys of add_state
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys of STATE: `rng` (state of the random generators of each rank), `logged` (result of
-    `reproducible_metrics`), `frozen` (names of the parameters that are not trained) and
-    `epoch_results` (that function's result on each rank). All ranks must call this function.
+    Adds the keys of STATE: `rng` (state of the random generators of each rank), `dims` (number of
+    ranks along each axis), `logged` (result of `reproducible_metrics`), `frozen` (names of the
+    parameters that are not trained) and `epoch_results` (that function's result on each rank). All
+    ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     checkpoint["rng"] = gather(capture(trainer.strategy.root_device))
+    checkpoint["dims"] = vars(strategy_of(trainer).parallel.dims)
     checkpoint["epoch_results"] = gather(epoch_results(trainer))
     checkpoint["logged"] = reproducible_metrics(trainer)
     parameters = strategy_of(trainer).saved_parameters().items()
@@ -84,15 +85,14 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: set[str]) -> No
     _follow_schedule(trainer)
     if getattr(strategy_of(trainer).parallel.options, "comm_hook", None) == "powersgd":
         log.warning("resumed: powersgd has lost its errors, and begins with full gradients again")
-    rng = state["rng"]
-    if len(rng) == trainer.world_size:
+    rng, dims = state["rng"], vars(strategy_of(trainer).parallel.dims)
+    if len(rng) == trainer.world_size and state["dims"] in (None, dims):
         if results := state["epoch_results"]:  # checkpoints of an older version have none
             load_epoch_results(trainer, results[trainer.global_rank])
         restore(rng[trainer.global_rank], trainer.strategy.root_device)
     else:
-        ranks = f"{count_text(trainer.world_size, 'rank')}, saved by {len(rng)}"
-        effect = "every step has the same samples; dropout, and the last bits of sums, differ"
-        log.warning("resumed on %s: %s", ranks, effect)
+        effect = "steps have the same samples; dropout, last bits and means over this epoch differ"
+        log.warning("resumed on ranks with other parts of the work: %s", effect)
         # Each rank needs its own dropout, also within a tensor-parallel group or a pipeline.
         restore(rng[0], trainer.strategy.root_device)
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
