@@ -153,6 +153,9 @@ TABLE = {
         (*PLAIN, EARLY.replace("patience: %d", "stopping_threshold: 99"), "trainer.max_steps=6",
          "trainer.min_steps=6"), (asked("on_before_backward", 4),),
     ),
+    "a stop by a callback within a step": Row((*PLAIN, DRAWS, "trainer.limit_val_batches=0"), (
+        Start("should_stop", "on_before_backward", 4),
+    )),
     "a full disk": Row(RICH, (
         full_disk("on_train_batch_start", 1), full_disk("in_save", 3), full_disk("in_save", 6),
     )),

@@ -145,8 +145,7 @@ def _build_checkpoints(
     """Build the callback that saves checkpoints. The run folder must have been locked."""
     folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
     store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
-    facts = identity(cfg)
+    facts = identity(cfg) | {"warmup_steps": phase_steps(cfg, "warmup", lengths)}
     facts["data"] = getattr(train, "fingerprint", None)
-    facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     return Checkpoints(store, facts, cfg.checkpoint, cfg.objective, mirror, guard)

@@ -65,6 +65,7 @@ class Checkpoints(Checkpoint):
         self.store.on_commit = self._prune
         self._votes = Vote(3)  # on the next three attributes
         self._stopping = False  # end the run when its step is saved
+        self._is_ending = False  # `trainer.should_stop` was set within the step
         self._time_is_up = False  # save, because `every_minutes` have passed
         self._is_written = False  # all ranks have written their files of a save in the background
         # Config key -> name that the first validation must log. Empty after the first validation.
@@ -123,7 +124,10 @@ class Checkpoints(Checkpoint):
         the module. A step before a validation or the end of an epoch is saved by a later hook.
         """
         if not ends_step(trainer, batch_idx):
+            # Lightning would end the run within the step, for a callback such as its Timer.
+            self._is_ending, trainer.should_stop = self._is_ending or trainer.should_stop, False
             return
+        trainer.should_stop |= self._is_ending
         self._vote(trainer)
         # A vote that began before the newest save is known up to two steps later.
         if self._is_written and trainer.global_step > self.saved_step + 1:
@@ -225,7 +229,8 @@ class Checkpoints(Checkpoint):
         `on_train_epoch_start` of any other callback. Raises the errors of `save`.
         """
         is_interval_over = trainer.global_step % (self.options.every_n_steps or math.inf) == 0
-        if is_interval_over or self._time_is_up or self._stopping:
+        is_end = trainer.should_stop and not trainer.enable_validation
+        if is_interval_over or self._time_is_up or self._stopping or is_end:
             self.save(trainer)
 
     def leave_if_saved(self, trainer: Trainer) -> None:
