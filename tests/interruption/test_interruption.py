@@ -149,6 +149,13 @@ TABLE = {
         killed("on_before_backward", 5, words=("checkpoint.every_n_steps=2",)),
         killed("in_save", 6),
     )),
+    "a signal between EarlyStopping and min_steps": Row(
+        (*PLAIN, EARLY.replace("patience: %d", "stopping_threshold: 99"), "trainer.max_steps=6",
+         "trainer.min_steps=6"), (asked("on_before_backward", 4),),
+    ),
+    "a stop by a callback within a step": Row((*PLAIN, DRAWS, "trainer.limit_val_batches=0"), (
+        Start("should_stop", "on_before_backward", 4),
+    )),
     "a full disk": Row(RICH, (
         full_disk("on_train_batch_start", 1), full_disk("in_save", 3), full_disk("in_save", 6),
     )),
@@ -188,6 +195,7 @@ TABLE = {
     "ReduceLROnPlateau, and EarlyStopping that ends the run": Row(
         (*PLAIN, "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
          "+scheduler.patience=0", "+scheduler.threshold=10.0", "trainer.val_check_interval=1",
+         "allow_changes=[optimizer.lr]",  # allows what a start before has changed
          (EARLY % 4).replace("patience", "min_delta: 9.0, patience")),
         (asked("on_validation_batch_end", 3),),
     ),
@@ -215,6 +223,10 @@ TABLE = {
     "DDP: a SIGKILL of one rank in a validation": Row(
         (*PLAIN, DRAWS, TOP, "strategy=ddp", "data.batch_size=1"),
         (killed("on_validation_batch_end", 6),), ranks=2,
+    ),
+    "a rank with another config": Row(
+        (*PLAIN, "strategy=ddp", "data.batch_size=1"),
+        (Start(code=2, words=('optimizer.weight_decay="${oc.decode:${oc.env:RANK}}"',)),), ranks=2,
     ),
     "FSDP: an error of one rank, then its SIGTERM in a save": Row(
         (*PLAIN, DRAWS, EARLY % 9, "strategy=fsdp", "data.batch_size=1"),

@@ -57,14 +57,17 @@ def test_a_learning_rate_of_one_group_is_scaled_with_the_batch_and_may_change(fi
 
 
 def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token_count(fit):
-    words = (*CONSTANT, "data.num_samples=40")
+    words = (*CONSTANT, "data.num_samples=40", "optimizer.lr_scaling=linear")
     fit(*words, "trainer.max_steps=3")  # steps of 4 samples of 16 tokens
     again = ("ckpt_path=last", "data.batch_size=6", "trainer.max_steps=8")
     assert "data.global_batch_size" in fit(*words, *again, code=2).errors[0]
     allowed = (*again, "allow_changes=[data.global_batch_size]")
-    by_tokens = (*allowed, "trainer.max_steps=-1", "max_tokens=4000")
-    assert "max_tokens=4000.0: needs steps of one size" in fit(*words, *by_tokens, code=2).errors[0]
+    by_epochs = (*words, *allowed, "trainer.max_steps=-1")
+    assert "trainer.max_epochs: needs steps of one size" in fit(*by_epochs, code=2).errors[0]
+    by_tokens = (*by_epochs, "max_tokens=4000")
+    assert "max_tokens=4000.0: needs steps of one size" in fit(*by_tokens, code=2).errors[0]
     run = fit(*words, *allowed)
+    assert run.column("lr")[3:] == pytest.approx([1.5 * run.column("lr")[0]] * 5)
     tokens = [64, 128, 192, 288, 384, 480, 576, 672]
     assert run.column("tokens") == tokens
     assert run.result["tokens"] == tokens[-1]
@@ -75,6 +78,13 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     assert read == [18, 30, 42]
     more = fit(*words, *again[:2], "trainer.max_steps=9")  # the new size belongs to the run
     assert more.column("tokens")[-1] == 768
+
+
+def test_a_resume_under_another_strategy_says_that_means_over_the_epoch_differ(fit):
+    words = (*CONSTANT, *runs.TWO, f"{runs.MODULES}.Logs", "data.global_batch_size=8")
+    fit(*words, "strategy=ddp", "trainer.max_steps=2")
+    again = fit(*words, "strategy=tensor_parallel", "ckpt_path=last")
+    assert "means over this epoch differ" in again.out
 
 
 # Callbacks, metrics and schedules

@@ -16,13 +16,14 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
-from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
+from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue, show
 from gptrain.core.lengths import RunLengths, plan_batch
 from gptrain.core.schema import RunConfig, SampleTextConfig
 from gptrain.core.shell import command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import parallel_dims
 from gptrain.core.value_types import KeepsResult, Section
+from gptrain.parallel.mesh import from_rank_0
 from gptrain.runtime.devices import find_devices
 
 log = logging.getLogger(__name__)
@@ -155,10 +156,13 @@ def _differences(cfg: RunConfig, saved: dict[str, Any]) -> list[ConfigIssue]:
         for key in sorted(differing)
         if key.startswith(part) and key not in _EXTRA_ENTRIES and not _covers(allowed, key)
     ]
-    if cfg.max_tokens and cfg.task == "fit" and "data.global_batch_size" in differing:
-        message = "needs steps of one size, and the global batch size has changed"
+    is_by_epochs = cfg.trainer.max_steps == -1 and not cfg.trainer.max_time
+    resized = {"data.global_batch_size", "data.seq_len"}.intersection(differing)
+    if resized and cfg.task == "fit" and (cfg.max_tokens or is_by_epochs):
+        key = "max_tokens" if cfg.max_tokens else "trainer.max_epochs"
+        text = f"needs steps of one size, and {min(resized)} has changed"
         hint = "trainer.max_steps=<n> max_tokens=null"
-        issues.append(ConfigIssue("max_tokens", cfg.max_tokens, message, hint))
+        issues.append(ConfigIssue(key, cfg.value_of(key), text, hint))
     return issues
 
 
@@ -187,22 +191,27 @@ def continue_run(
     return _keep_precision(cfg, saved), lengths
 
 
+def check_ranks(cfg: RunConfig, *datasets: Any) -> None:
+    """Check that this rank has the `identity` and the data of rank 0. Collective.
+
+    A node may have another command, other files in conf/ or another corpus, with which its ranks
+    would train. Of a dataset the attribute `fingerprint` is compared, if it has one.
+
+    Raises:
+        ConfigError: On a rank that differs, about the first key with another value.
+    """
+    own = identity(cfg) | {"data": [getattr(data, "fingerprint", None) for data in datasets]}
+    first = from_rank_0(own)
+    for key, value in own.items():
+        if value != first.get(key):
+            raise ConfigError.of(key, value, f"rank 0 has {show(first.get(key))}")
+
+
 def _keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     """Return the config, with the precision of the run's first start in place of "auto"."""
     if cfg.trainer.precision != "auto":
         return cfg
     return cfg.changed({"trainer.precision": saved["trainer.precision"]})
-
-
-def changed_options(cfg: RunConfig) -> set[str]:
-    """Return which keys of the optimizer's parameter groups get their new values on a resume.
-
-    They are the optimizer options that `allow_changes` permits. "lr" stands for every option whose
-    name ends with `_lr`.
-    """
-    keys = (key for key in cfg.optimizer.plain() if _covers(cfg.allow_changes, f"optimizer.{key}"))
-    # embedding_lr is the `lr` of its parameter group.
-    return {"lr" if key.endswith("_lr") else key for key in keys}
 
 
 def _covers(names: Iterable[str], key: str) -> bool:

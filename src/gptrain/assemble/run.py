@@ -19,7 +19,7 @@ from gptrain.assemble.companion_files import write_tokenizer
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import build_net, start_from
 from gptrain.assemble.module import build_module, build_optimizer, module_class
-from gptrain.assemble.resume import continue_run
+from gptrain.assemble.resume import check_ranks, continue_run
 from gptrain.assemble.trainer import build_trainer
 from gptrain.assemble.training_run import TrainingRun
 from gptrain.checkpoints.lock import read_run_id
@@ -44,7 +44,7 @@ from gptrain.runtime.store import start_store
 from gptrain.runtime.watchdog import Guard
 
 # Timeouts in seconds, by phase of the start.
-_PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
+_DAY_S = 86400.0  # rank 0 tokenizes a corpus
 _SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
 _CONNECTING_S = 60.0  # after the timeout of the process group, ranks report that some are missing
 _STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
@@ -121,13 +121,12 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     guard.beat(phase="connect", allow_s=cfg.strategy.timeout_s + _CONNECTING_S)
     with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
         _start_rank(cfg, process, devices)
-    if devices.n_nodes > 1:
-        _check_shared(cfg.run_dir)
+    _check_shared(cfg.run_dir)
 
     # Rank 0 may tokenize a corpus for hours. There is nothing to save yet.
-    guard.beat(phase="data", allow_s=_PREPARING_S)
+    guard.beat(phase="data", allow_s=_DAY_S)
     with guard.nothing_to_save():
-        train, val, test = after_rank_0(partial(datasets.build, cfg), process.rank, _PREPARING_S)
+        train, val, test = after_rank_0(partial(datasets.build, cfg), process.rank, _DAY_S)
     guard.beat(phase="build", allow_s=_STARTING_S)
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)
@@ -150,6 +149,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     # Checkpoints record the resolved precision: "auto" is another one on another device.
     if cfg.trainer.precision == "auto":
         cfg = cfg.changed({"trainer.precision": native_precision(devices)})
+    check_ranks(cfg, train, val)
     make_net = partial(build_net, cfg.model)
     cfg = _with_compile(cfg, devices, partial(build_on_meta_device, make_net))
 

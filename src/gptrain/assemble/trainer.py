@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from gptrain.assemble.load import build_target
-from gptrain.assemble.resume import changed_options, identity
+from gptrain.assemble.resume import identity
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
@@ -146,10 +146,7 @@ def _build_checkpoints(
     """Build the callback that saves checkpoints. The run folder must have been locked."""
     folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
     store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
-    facts = identity(cfg)
+    facts = identity(cfg) | {"warmup_steps": phase_steps(cfg, "warmup", lengths)}
     facts["data"] = getattr(train, "fingerprint", None)
-    facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    return Checkpoints(
-        store, facts, cfg.checkpoint, changed_options(cfg), cfg.objective, mirror, guard
-    )
+    return Checkpoints(store, facts, cfg.checkpoint, cfg.objective, mirror, guard)

@@ -69,8 +69,9 @@ def quote_text(word: str) -> str:
 
     A value that begins as a list or a quoted text is unchanged, as are all other words.
     """
-    key, _, value = word.partition("=")
-    if key not in ("prompt", "stop") or value.startswith(("[", "'", '"')):
+    key, equals, value = word.partition("=")
+    is_text = equals and key in ("prompt", "stop")
+    if not is_text or value.startswith(("[", "'", '"')):
         return word
     return f"{key}={quoted(value)}"
 

@@ -1,8 +1,9 @@
 """Every use of Lightning's private names and undeclared attributes, as of Lightning 2.6.6.
 
-The private names are needed for five purposes, each with a test that the name still exists:
+The private names are needed for six purposes, each with a test that the name still exists:
 Lightning's signal handlers, its broadcast of a stop request, its automatic search for a checkpoint,
-and the state of its loops and of the values that it averages over an epoch, in a checkpoint.
+the state of its loops and of the values that it averages over an epoch, in a checkpoint, and
+whether it may stop before the last step.
 """
 
 from collections.abc import Callable
@@ -100,11 +101,13 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
     """Return whether Lightning runs a validation right after an optimizer step.
 
-    A validation follows at the interval of the run and wherever `trainer.should_stop` is set,
-    unless validations are switched off. `step` is the number of optimizer steps that are done.
+    A validation follows at the interval of the run and where `trainer.should_stop` ends it, which
+    Lightning ignores before `min_steps`, unless validations are switched off. `step` is the number
+    of optimizer steps that are done.
     """
     is_due = step % data_of(trainer).lengths.validate_every == 0
-    return trainer.enable_validation and (is_due or trainer.should_stop)
+    is_end = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return trainer.enable_validation and (is_due or is_end)
 
 
 def epoch_results(trainer: pl.Trainer) -> list[tuple[Any, ...]]:

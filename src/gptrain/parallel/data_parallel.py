@@ -9,14 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +56,7 @@ def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: s
     # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
     # in fp32. Under any other precision both keep the type of the parameters.
     autocast = find_precision(precision).autocast
-    policy = MixedPrecisionPolicy(
+    policy = fsdp.MixedPrecisionPolicy(
         param_dtype=getattr(torch, autocast) if autocast else None,
         reduce_dtype=torch.float32 if autocast else None,
         cast_forward_inputs=False,
@@ -72,15 +67,15 @@ def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: s
         "shard_placement_fn": lambda parameter: _shard_placement(parameter, mesh),
     }
     if options.cpu_offload:
-        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        arguments["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for block in net.blocks.children():
         # False keeps the gathered parameters until the backward pass (ZeRO-2), which saves one
         # all-gather per block.
-        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **arguments)
+        fsdp.fully_shard(block, reshard_after_forward=options.reshard_after_forward, **arguments)
     # The backward pass begins with the parameters that the forward pass used last.
-    fully_shard(net, reshard_after_forward=False, **arguments)
+    fsdp.fully_shard(net, reshard_after_forward=False, **arguments)
     if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
-        register_fsdp_forward_method(net, "hidden")
+        fsdp.register_fsdp_forward_method(net, "hidden")
 
 
 def watch_use(net: Any) -> set[str]:

@@ -70,8 +70,8 @@ class Stop(Callback):
 
     Args:
         how: Name of a signal that a rank sends to itself, `error` for an exception, `nan` for
-            gradients that are not numbers, or `full` for a disk on which no file may have more than
-            20,000 bytes.
+            gradients that are not numbers, `should_stop` for Lightning's attribute, or `full` for a
+            disk on which no file may have more than 20,000 bytes.
         at: Name of a hook, or `in_save` for the moment in which a checkpoint's file is written.
         step: Number of steps that are done.
         rank: Rank that does it.
@@ -95,6 +95,8 @@ class Stop(Callback):
             self.is_done = True
             if self.how == "nan":
                 loss.register_hook(lambda gradient: gradient * float("nan"))
+            elif self.how == "should_stop":
+                trainer.should_stop = True
             else:
                 self.act()
 
@@ -133,6 +135,7 @@ class Draws(Callback):
         self.mean = 0.5 * self.mean + torch.rand(2)
 
     on_train_batch_start = on_train_epoch_start = on_validation_batch_end = draw
+    on_train_epoch_end = draw
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.draw()

@@ -1,7 +1,7 @@
 """Checkpoints, the callback that saves a run so that it can resume bit for bit from every save."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -46,8 +46,6 @@ class Checkpoints(Checkpoint):
         identity: Config key -> value for all keys that a resumed run must not change. Every
             manifest contains it.
         options: `checkpoint` group of the config, such as the intervals and the monitored metric.
-        changed: Names of the optimizer options, such as `lr`, that take their value from the
-            current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
         mirror: Mirror that copies each checkpoint while training continues, or None.
         guard: Watchdog of this rank. It counts the time of each phase, and has the flag that a stop
@@ -58,7 +56,6 @@ class Checkpoints(Checkpoint):
     store: CheckpointStore
     identity: dict[str, Any]
     options: CheckpointConfig
-    changed: Collection[str]
     objective: str
     mirror: Mirror | None
     guard: Guard
@@ -68,6 +65,7 @@ class Checkpoints(Checkpoint):
         self.store.on_commit = self._prune
         self._votes = Vote(3)  # on the next three attributes
         self._stopping = False  # end the run when its step is saved
+        self._is_ending = False  # `trainer.should_stop` was set within the step
         self._time_is_up = False  # save, because `every_minutes` have passed
         self._is_written = False  # all ranks have written their files of a save in the background
         # Config key -> name that the first validation must log. Empty after the first validation.
@@ -88,7 +86,8 @@ class Checkpoints(Checkpoint):
         # Keep only these entries, so that the tensors of the checkpoint can be freed.
         self._loaded = {key: checkpoint[key] for key in resume.STATE}
         step = self.saved_step = checkpoint["global_step"]
-        metrics = read_manifest(Path(str(trainer.ckpt_path))).metrics
+        saved = read_manifest(Path(str(trainer.ckpt_path)))
+        metrics, self._changed = saved.metrics, resume.changed_options(self.identity, saved.config)
         is_last = step == trainer.max_steps
         self._only_validates = is_last and trainer.enable_validation and not metrics
         if is_last:
@@ -112,7 +111,7 @@ class Checkpoints(Checkpoint):
         if self._only_validates:
             trainer.val_check_batch = 1
         if self._loaded is not None:
-            resume.resume_run(trainer, self._loaded, frozenset(self.changed))
+            resume.resume_run(trainer, self._loaded, self._changed)
             self._loaded = None
         if trainer.is_global_zero:
             self.store.set_aside_after(trainer.global_step)
@@ -125,7 +124,10 @@ class Checkpoints(Checkpoint):
         the module. A step before a validation or the end of an epoch is saved by a later hook.
         """
         if not ends_step(trainer, batch_idx):
+            # Lightning would end the run within the step, for a callback such as its Timer.
+            self._is_ending, trainer.should_stop = self._is_ending or trainer.should_stop, False
             return
+        trainer.should_stop |= self._is_ending
         self._vote(trainer)
         # A vote that began before the newest save is known up to two steps later.
         if self._is_written and trainer.global_step > self.saved_step + 1:
@@ -226,9 +228,9 @@ class Checkpoints(Checkpoint):
         `TrainingMonitor` calls it for the last step of the epoch before, ahead of
         `on_train_epoch_start` of any other callback. Raises the errors of `save`.
         """
-        every_n_steps = self.options.every_n_steps
-        is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
-        if is_interval_over or self._time_is_up or self._stopping or trainer.should_stop:
+        is_interval_over = trainer.global_step % (self.options.every_n_steps or math.inf) == 0
+        is_end = trainer.should_stop and not trainer.enable_validation
+        if is_interval_over or self._time_is_up or self._stopping or is_end:
             self.save(trainer)
 
     def leave_if_saved(self, trainer: Trainer) -> None:

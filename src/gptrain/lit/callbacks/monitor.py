@@ -208,10 +208,9 @@ class TrainingMonitor(Callback):
 
         For another module only the step is logged. Raises the DataError of `take_evaluation`.
         """
-        values = {}
-        if isinstance(pl_module, LanguageModel):
-            # Log here and not in a hook of the module, which a subclass may override.
-            values = pl_module.take_evaluation("test" if trainer.testing else "val")
+        # Log here and not in a hook of the module, which a subclass may override.
+        part = "test" if trainer.testing else "val"
+        values = pl_module.take_evaluation(part) if isinstance(pl_module, LanguageModel) else {}
         # Log in the sanity check too: a value that cannot be logged then fails before training.
         step = trainer.global_step or self.guard.step  # in task=validate that of the checkpoint
         pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)

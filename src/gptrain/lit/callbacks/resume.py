@@ -11,20 +11,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.core.errors import ConfigIssue
-from gptrain.core.labels import count_text
 from gptrain.lit.lightning import epoch_results, load_epoch_results, resume_schedules, strategy_of
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("rng", "logged", "frozen", "epoch_results")  # keys of add_state
+STATE = ("rng", "dims", "logged", "frozen", "epoch_results")  # keys of add_state
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys of STATE: `rng` (state of the random generators of each rank), `logged` (result of
-    `reproducible_metrics`), `frozen` (names of the parameters that are not trained) and
-    `epoch_results` (that function's result on each rank). All ranks must call this function.
+    Adds the keys of STATE: `rng` (state of the random generators of each rank), `dims` (number of
+    ranks along each axis), `logged` (result of `reproducible_metrics`), `frozen` (names of the
+    parameters that are not trained) and `epoch_results` (that function's result on each rank). All
+    ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     parameters = strategy_of(trainer).saved_parameters().items()
@@ -32,6 +32,7 @@ def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     own = capture(trainer.strategy.root_device), epoch_results(trainer), frozen
     checkpoint["rng"], checkpoint["epoch_results"], of_ranks = zip(*gather(own), strict=True)
     checkpoint["frozen"] = sorted({name for names in of_ranks for name in names})
+    checkpoint["dims"] = vars(strategy_of(trainer).parallel.dims)
     checkpoint["logged"] = reproducible_metrics(trainer)
 
 
@@ -55,7 +56,17 @@ def warn_about_missing(expected: Mapping[str, str], metrics: Mapping[str, float]
             log.warning("warning: %s", ConfigIssue(key, name, message))
 
 
-def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
+def changed_options(now: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    """Return the names of the optimizer options that two configs, by dotted keys, set differently.
+
+    "lr" stands for every option that gives a learning rate, and for what it is scaled with.
+    """
+    rates = ("_lr", "lr_scaling", *["batch_size"] * (now.get("optimizer.lr_scaling") != "none"))
+    keys = [key for key in now.keys() | saved.keys() if now.get(key) != saved.get(key)]
+    return {"lr" if key.endswith(rates) else key.rpartition(".")[2] for key in keys}
+
+
+def resume_run(trainer: Trainer, state: dict[str, Any], changed: set[str]) -> None:
     """Restore what Lightning does not restore itself, before the first step of a resumed run.
 
     Restores frozen parameters, schedules and random generators, gives the optimizer the current
@@ -64,8 +75,8 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     Args:
         trainer: Trainer that has loaded the checkpoint.
         state: Entries of the checkpoint with the keys in STATE.
-        changed: Names of the optimizer options, such as `lr`, that take their value from the
-            current config.
+        changed: Result of `changed_options`. These options take their value from the current
+            config, all others from the checkpoint.
     """
     for name, parameter in strategy_of(trainer).saved_parameters().items():
         parameter.requires_grad_(name not in state["frozen"])  # a callback may have frozen it
@@ -74,20 +85,19 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     _follow_schedule(trainer)
     if getattr(strategy_of(trainer).parallel.options, "comm_hook", None) == "powersgd":
         log.warning("resumed: powersgd has lost its errors, and begins with full gradients again")
-    rng = state["rng"]
-    if len(rng) == trainer.world_size:
+    rng, dims = state["rng"], vars(strategy_of(trainer).parallel.dims)
+    if len(rng) == trainer.world_size and state["dims"] == dims:
         load_epoch_results(trainer, state["epoch_results"][trainer.global_rank])
         restore(rng[trainer.global_rank], trainer.strategy.root_device)
     else:
-        ranks = f"{count_text(trainer.world_size, 'rank')}, saved by {len(rng)}"
-        effect = "every step has the same samples; dropout, and the last bits of sums, differ"
-        log.warning("resumed on %s: %s", ranks, effect)
+        effect = "steps have the same samples; dropout, last bits and means over this epoch differ"
+        log.warning("resumed on ranks with other parts of the work: %s", effect)
         # Each rank needs its own dropout, also within a tensor-parallel group or a pipeline.
         restore(rng[0], trainer.strategy.root_device)
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
 
 
-def _apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
+def _apply_changes(trainer: Trainer, changed: set[str]) -> None:
     """Give the optimizer the current values of changed options, and log them."""
     messages: dict[str, None] = {}  # parameter groups share most options: list a change once
     groups = trainer.optimizers[0].param_groups
