@@ -63,7 +63,7 @@ def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path)
     )
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     assert len([*folder.glob("*log*")]) == 1  # only rank 0 writes a log
-    assert json.loads((folder / "result.json").read_text())["host"] in ("a", "b")
+    assert json.loads((folder / "status.json").read_text())["host"] in ("a", "b")
 
 
 def test_a_folder_that_is_not_shared_is_one_line(nodes, tmp_path):
