@@ -195,7 +195,8 @@ def check_ranks(cfg: RunConfig, *datasets: Any) -> None:
     """Check that this rank has the `identity` and the data of rank 0. Collective.
 
     A node may have another command, other files in conf/ or another corpus, with which its ranks
-    would train. Of a dataset the attribute `fingerprint` is compared, if it has one.
+    would train. Of a dataset the attribute `fingerprint` is compared, if it has one; its files may
+    have other paths.
 
     Raises:
         ConfigError: On a rank that differs, about the first key with another value.
@@ -203,7 +204,7 @@ def check_ranks(cfg: RunConfig, *datasets: Any) -> None:
     own = identity(cfg) | {"data": [getattr(data, "fingerprint", None) for data in datasets]}
     first = from_rank_0(own)
     for key, value in own.items():
-        if value != first.get(key):
+        if value != first.get(key) and not key.endswith("path"):
             raise ConfigError.of(key, value, f"rank 0 has {show(first.get(key))}")
 
 
