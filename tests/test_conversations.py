@@ -92,12 +92,6 @@ def test_the_tokens_are_those_of_transformers_and_the_targets_those_of_the_assis
     assert chat_format.encode_prompt(TALK[:3]) == asked
 
 
-def test_a_template_that_rewrites_earlier_messages_is_refused_for_training(folder):
-    chat_format = ChatFormat(load_tokenizer(named(folder, "reasoning")))
-    with pytest.raises(DataError, match="message 2"):
-        chat_format.encode(TALK)
-
-
 def test_a_call_of_a_tool_is_a_target_without_and_after_a_content(folder):
     template = CHATML.replace(" + '<|im_end|>'", " + message.get('call', '') + '<|im_end|>'")
     chat = ChatFormat(load_tokenizer(folder), template)

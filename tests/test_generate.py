@@ -160,10 +160,3 @@ def test_a_chat_continues_its_conversation_and_ends_an_answer_at_each_end_token(
         talk.append({"role": "assistant", "content": answer})
     Writer(net, tokenizer, Sampling(0), 5, [], 0).write("\x1bb")  # a prompt is continued itself
     assert screen.getvalue() == "abc\nxy\nabc\n" + "\x1bbc\n"  # no terminal
-
-
-def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypatch):
-    texts = write(speaker, 'prompt=["ab","def "]', "temperature=0")[1].split("---\n")
-    monkeypatch.setattr("sys.stdin", io.StringIO("def \n"))  # typed after the prompt of the command
-    made = write(speaker, "interactive=true", "prompt=ab", "temperature=0")
-    assert made == (0, "".join(texts), "")

@@ -1,7 +1,7 @@
 """Each program that starts ranks makes the same run as two devices of one process, and ends.
 
 MPICH can be installed together with Open MPI. torchrun is tested in test_ranks.py, and on two nodes
-in test_nodes.py.
+in test_nodes.py. What the variables of each are translated to is in tests/golden/accepted.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from gptrain.runtime.process import Process, adopt_launcher, this_process
 from tests.conftest import ROOT, TINY
 from tests.run import Run
 from tests.run import train as run_train
@@ -68,62 +67,3 @@ def test_torchrun_restarts_a_run_in_the_folder_that_it_has_chosen(tmp_path):
     assert run.returncode == 0, run.stderr
     (folder,) = (tmp_path / "train").iterdir()
     assert "resume    from step" in run.stdout and (folder / "result.json").exists()
-
-
-OPENMPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-TASK = {  # environment of the last task of `srun --ntasks=4 --nodes=2` in SLURM 22.05
-    "SLURM_JOB_ID": "40015", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3",
-}  # fmt: skip
-
-
-@pytest.fixture
-def adopted(monkeypatch):
-    """Return a function that adopts these variables of a launcher and returns the environment."""
-    environment = dict(os.environ)
-    monkeypatch.setattr(os, "environ", environment)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
-        environment.pop(name, None)
-
-    def adopt(**variables: str) -> dict[str, str]:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            environment.pop(name, None)
-        environment.update(variables)
-        adopt_launcher()
-        return environment
-
-    return adopt
-
-
-@pytest.mark.parametrize("names", [OPENMPI, MPICH])
-def test_a_rank_of_mpi_knows_its_place(names, adopted):
-    environment = adopted(**dict(zip(names, "5814", strict=True)))
-    assert this_process() == Process(5, local_rank=1, world_size=8, n_nodes=2, is_rank=True)
-    assert "MASTER_ADDR" not in environment  # the user names the first node
-    environment = adopted(**dict(zip(names, "1212", strict=True)))
-    assert this_process() == Process(1, local_rank=1, world_size=2, is_rank=True)
-    assert environment["MASTER_ADDR"] == "localhost"
-
-
-# Some clusters set RANK=0, or the number of nodes as WORLD_SIZE, for every process.
-ALONE = ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "", "WORLD_SIZE": ""})
-
-
-@pytest.mark.parametrize("variables", [*ALONE, dict(zip(MPICH, "0101", strict=True))])
-def test_one_process_is_no_rank(variables, adopted):
-    adopted(**variables)
-    assert not this_process().is_rank
-
-
-def test_a_task_of_srun_has_a_place_an_address_a_folder_and_threads(adopted):
-    environment = adopted(**TASK, PMI_RANK="3", PMI_SIZE="4")  # srun --mpi=pmi2
-    assert this_process() == Process(3, local_rank=1, world_size=4, n_nodes=2, is_rank=True)
-    assert environment["MASTER_ADDR"] == "gpu003" and environment["MASTER_PORT"].isdigit()
-    assert environment["OMP_NUM_THREADS"] == "3" and environment["GPTRAIN_JOB"] == "slurm-40015"
-    array = {"SLURM_ARRAY_JOB_ID": "40010", "SLURM_ARRAY_TASK_ID": "5", "SLURM_STEP_ID": "2"}
-    adopted(**TASK | array)
-    assert environment["GPTRAIN_JOB"] == "slurm-40010_5.2"
-    adopted(**TASK, **dict(zip(OPENMPI, "5814", strict=True)))  # srun starts a daemon of Open MPI
-    assert this_process().world_size == 8

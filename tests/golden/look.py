@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.nn.parallel import DistributedDataParallel
 
-TRAINER = """accumulate_grad_batches check_val_every_n_epoch fast_dev_run gradient_clip_algorithm
-gradient_clip_val limit_predict_batches limit_test_batches limit_train_batches limit_val_batches
-log_every_n_steps max_epochs max_steps min_epochs min_steps num_devices num_nodes
-num_sanity_val_steps overfit_batches precision val_check_interval world_size"""
-LOADER = "batch_size drop_last num_workers persistent_workers pin_memory prefetch_factor"
+TRAINER = """accumulate_grad_batches check_val_every_n_epoch ckpt_path default_root_dir
+fast_dev_run gradient_clip_algorithm gradient_clip_val limit_predict_batches limit_test_batches
+limit_train_batches limit_val_batches log_dir log_every_n_steps max_epochs max_steps min_epochs
+min_steps num_devices num_nodes num_sanity_val_steps overfit_batches precision val_check_interval
+world_size"""
+LOADER = "batch_size drop_last num_workers persistent_workers pin_memory prefetch_factor timeout"
+LOGGER = "name version save_dir log_dir"
+SCHEDULE = "frequency interval monitor name reduce_on_plateau strict"
+VARIABLES = ("GLOO_", "GOMP_", "NCCL_", "OMP_", "PYTORCH_ALLOC")
+SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1]
 DDP = "bucket_bytes_cap find_unused_parameters gradient_as_bucket_view static_graph"
 
 
@@ -48,12 +56,33 @@ def describe_part(part: object) -> dict[str, Any]:
     return {"class": name_of(part), **plain(vars(part))}
 
 
+def describe_process() -> dict[str, Any]:
+    """Describe what a run sets in its process: settings of torch, variables, handled signals."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    backend = group and group._get_backend(torch.device("cpu"))
+    return {
+        "anomaly": torch.is_anomaly_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "only warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "dtype": str(torch.get_default_dtype()),
+        "matmul": torch.get_float32_matmul_precision(),
+        "seed": torch.initial_seed(),
+        "threads": torch.get_num_threads(),
+        "group": backend and [backend.name(), backend.options._timeout.total_seconds()],
+        "variables": {k: os.environ[k] for k in sorted(os.environ) if k.startswith(VARIABLES)},
+        "signals": [s.name for s in SIGNALS if type(signal.getsignal(s)) is not signal.Handlers],
+    }
+
+
 def describe_loader(loader: Any) -> dict[str, Any]:
     """Describe a loader, and its first batch."""
     batch = next(iter(loader))
     tensors = batch if isinstance(batch, list | tuple) else [batch[key] for key in sorted(batch)]
-    facts = chosen(loader, LOADER) if isinstance(loader, torch.utils.data.DataLoader) else {}
-    return facts | {
+    start = loader.multiprocessing_context and loader.multiprocessing_context.get_start_method()
+    return chosen(loader, LOADER) | {
+        "seed": loader.generator.initial_seed(),
+        "start": start,
         "batches": len(loader),
         "first_batch": [[str(x.dtype), [*x.shape], x.flatten()[:8].tolist()] for x in tensors],
     }
@@ -70,15 +99,13 @@ class Look(Callback):
         of_users = [c for c in trainer.callbacks if "." in name_of(c)]
         self.seen = {
             "trainer": chosen(trainer, TRAINER),
-            "torch": {
-                "anomaly": torch.is_anomaly_enabled(),
-                "benchmark": torch.backends.cudnn.benchmark,
-                "deterministic": torch.are_deterministic_algorithms_enabled(),
-                "seed": torch.initial_seed(),
-                "threads": torch.get_num_threads(),
-            },
+            "process": describe_process(),
             "callbacks": [describe_part(c) for c in of_users if c is not self],
-            "loggers": [describe_part(logger) for logger in trainer.loggers],
+            "loggers": [describe_part(x) | chosen(x, LOGGER) for x in trainer.loggers],
+            "schedules": [
+                {"class": name_of(config.scheduler), **chosen(config, SCHEDULE)}
+                for config in trainer.lr_scheduler_configs
+            ],
             "profiler": describe_part(trainer.profiler),
             "ddp": chosen(trainer.model, DDP)
             if isinstance(trainer.model, DistributedDataParallel)

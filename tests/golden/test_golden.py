@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import glob
 import gzip
 import json
 import re
@@ -17,16 +19,23 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import gptrain
 from gptrain import data, loss, models, optim
-from gptrain.text import chat, sampling, writing
-from tests.golden import as_lines, check, masked
+from gptrain.text import sampling
+from recipes.chat import ChatDataset
+from tests.golden import as_lines, check, flat, masked
 from tests.refused.commands import RUN, Answer, answer
 from tests.run import ROOT, Run, new_place, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called", "ignore:data.tokenizer:")
 ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
+# Keys of the values that no second run repeats.
+UNSTEADY = re.compile(
+    r"_s$|seconds|saved_at|perf/|sha256|run_id|host$|time$|goodput|mfu|version|memory|elapsed"
+    r"|traceback|^(bytes|git|pid|rng)$"
+)
 HYBRID_MESH = ROOT / "tests/topologies/v100_hybrid_mesh.txt"
 
 
@@ -76,17 +85,19 @@ def test_a_built_run_has_the_options_that_were_typed():
 
 
 def answer_here(line: str) -> Answer:
-    """Run a command in the folder. HYBRID_MESH and CONF stand for two paths."""
-    for name, path in (("HYBRID_MESH", HYBRID_MESH), ("CONF", ROOT / "conf")):
+    """Run a command in the folder. HYBRID_MESH and CONFIGS stand for two paths."""
+    for name, path in (("HYBRID_MESH", HYBRID_MESH), ("CONFIGS", ROOT / "conf")):
         line = line.replace(name, f"""\"'{path}'\"""")  # quoted for Hydra, and for the shell
-    return answer(full(line), folder())
+    line, _, code = full(line).partition(" # ")
+    ended = answer(line, folder())
+    assert ended.code == int(code or 0), ended.err
+    return ended
 
 
 def test_plans():
     plans = {}
     for words in ROWS["plans"]:
         ended = answer_here(f"plan {words} --json")
-        assert ended.code == 0, ended.err
         plans[words] = json.loads(
             "\n".join(ended.out), parse_float=lambda x: float(f"{float(x):.4g}")
         )
@@ -103,15 +114,6 @@ def choices() -> list[str]:
     alone = [groups.pop(name, []) for name in ("experiment", "hparams_search", "local")]
     rows = zip_longest(*groups.values())
     return [" ".join(filter(None, row)) for row in rows] + alone[0]
-
-
-def flat(values: Any, key: str = "") -> dict[str, Any]:
-    """Return the leaves of a config by their dotted keys."""
-    if not isinstance(values, dict) or not values:
-        return {key: values}
-    return {
-        k: v for name in values for k, v in flat(values[name], f"{key}.{name}".lstrip(".")).items()
-    }
 
 
 def compose(words: str) -> dict[str, Any]:
@@ -144,8 +146,8 @@ def outputs() -> tuple[str, ...]:
         parts += [*(f"stderr: {line}" for line in ended.err.splitlines()), ""]
     for words in ROWS["commands"]:
         ended = answer_here(words)
-        assert ended.code == 0, ended.err
         parts += [f"$ {words}", *ended.out, *(f"stderr: {line}" for line in ended.err), ""]
+    run_folders()  # before the calls of Python change them
     return tuple(parts)
 
 
@@ -172,7 +174,8 @@ def test_what_python_returns(rows, monkeypatch):
         outputs()
     monkeypatch.chdir(folder())
     names = {"gptrain": gptrain, "json": json, "np": np, "torch": torch, "gzip": gzip}
-    names |= {"read": load_file, "RUN": RUN.split(), "chat": chat, "writing": writing}
+    names["glob"] = glob
+    names |= {"read": load_file, "RUN": RUN.split(), "ChatDataset": ChatDataset}
     names["answer"] = answer_here
     for module in (data, models, optim, loss, sampling):
         names |= vars(module)
@@ -192,27 +195,69 @@ def test_a_log_is_what_is_printed():
     check("train.log.txt", masked(lines, folder()))
 
 
-def keys_of(file: Path) -> list[str] | None:
-    """Return the keys of a file of a run, or None for a file without keys."""
+def steady(value: Any, key: str = "") -> Any:
+    """Return a value of a file with three digits, and # for what no second run repeats."""
+    if UNSTEADY.search(key) and value is not None:
+        return "#"
+    if isinstance(value, dict):
+        return {str(name): steady(value[name], f"{name}") for name in value}
+    if isinstance(value, list | tuple):
+        return [steady(entry, key) for entry in value]
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), *value.shape]
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def content_of(file: Path) -> Any:
+    """Describe the content of a file of a run, or return None for a form that others show."""
+    if file.suffix == ".safetensors":
+        tensors = load_file(file).values()
+        norm = sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
+        dtypes = " ".join(sorted({str(tensor.dtype) for tensor in tensors}))
+        numbers = sum(tensor.numel() for tensor in tensors)
+        return f"{len(tensors)} of {dtypes}, {numbers} numbers, norm {norm:.3g}"
+    if file.suffix == ".ckpt":
+        return steady(torch.load(file, weights_only=False))
     if file.suffix == ".json" and file.name != "tokenizer.json":
-        keys = flat(json.loads(file.read_text()))
-        # Without git, with other packages, and after a kill, these three hold other keys.
-        return sorted({re.sub(r"^(git|versions|phase_s)\..*", r"\1", key) for key in keys})
+        return steady(json.loads(file.read_text()))
     if file.suffix == ".jsonl":
-        return sorted({key for line in file.read_text().splitlines() for key in json.loads(line)})
+        return steady([*map(json.loads, file.read_text().splitlines())])
     if file.suffix == ".csv":
-        return file.read_text().splitlines()[0].split(",")
-    return None
+        rows = csv.DictReader(file.read_text().splitlines())  # without times, which may be 0
+        named = [{k: as_number(v) for k, v in row.items() if k[-2:] != "_s"} for row in rows]
+        return steady(named)
+    if "tfevents" in file.name:
+        events = EventFileLoader(str(file)).Load()
+        return [f"{event.step} {value.tag}" for event in events for value in event.summary.value]
+    return yaml.safe_load(file.read_text()) if file.name == "overrides.yaml" else None
 
 
-def test_the_files_of_a_run_folder_and_their_keys():
-    outputs()
+@cache
+def run_folders() -> str:
+    """Describe the files that the commands have left."""
     described: dict[str, Any] = {}
     names = re.findall(r"(?:run_dir|mirror)=(\w+)", " ".join(ROWS["commands"]))
     for name in [row["run_dir"] for row in ROWS["runs"]] + names:
         place = folder() / name
         files = sorted(path for path in place.rglob("*") if path.is_file())
-        paths = {masked(str(path.relative_to(place)), folder()): path for path in files}
-        has_keys = name in ("one", "two", "three", "five", "six", "seven", "eight", "hf")
-        described[name] = {n: keys_of(path) for n, path in paths.items()} if has_keys else [*paths]
-    check("files.json", masked(as_lines(described, depth=2), folder()))
+        # Of the checkpoints the last one is described.
+        last = max((file.parts[-2] for file in files if "step-" in file.parts[-2]), default="")
+        described[name] = {
+            str(file.relative_to(place)): content_of(file)
+            if file.parts[-2] == last or "step-" not in file.parts[-2]
+            else None
+            for file in files
+        }
+    return masked(as_lines(described, depth=2), folder())
+
+
+def test_the_files_of_a_run_folder_and_their_content():
+    outputs()
+    check("files.json", run_folders())

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,8 @@ class Answer:
         return sorted(name or "-" for name in names)
 
 
+WORDS = """{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "unk_token": "a",
+"vocab": {"a": 0, "b": 299}}}"""
 TEXTS = {
     "a.txt": "a text\n",
     "empty.txt": "",
@@ -68,6 +71,9 @@ TEXTS = {
     "held/.lock": "",
     "two/nothing": "",
     "broken/.hydra/overrides.yaml": "- [x",
+    "aliased/.hydra/overrides.yaml": "[&a x, *a]",
+    "net/config.json": '{"text_config": {"vocab_size": 300}}',
+    "words/tokenizer.json": WORDS,
     "own/model/mine.yaml": "_target_: torch.nn.Identity\nvocab_size: 256\nown: 1\n",
 }
 PLANTED = {
@@ -102,8 +108,8 @@ def answer(line: str, folder: Path) -> Answer:
     """Run a line in a folder and return how it ended.
 
     The line begins with variables of the environment, then with the name of a command of gptrain.
-    Without such a name it is a line for train.py. The command writes into `outputs`, which is
-    removed afterwards.
+    Without such a name it is a line for train.py. Its last words may be `< file`, for its stdin.
+    The command writes into `outputs`, which is removed afterwards.
     """
     words = shlex.split(line)
     variables = {}
@@ -118,8 +124,13 @@ def answer(line: str, folder: Path) -> Answer:
     here = os.getcwd()
     os.chdir(folder)
     started = forked_ranks(output / "out", output / "err")
+    read = words.pop() if "<" in words else os.devnull
+    words = [word for word in words if word != "<"]
     try:
-        with redirected(output), patch.dict(os.environ, variables), started:
+        with (
+            open(read) as file, patch.object(sys, "stdin", file), redirected(output),
+            patch.dict(os.environ, variables), started,
+        ):  # fmt: skip
             code = run_script(words, module)
     finally:
         os.chdir(here)

@@ -132,6 +132,19 @@ class Endless(IterableDataset):
         return iter(self.samples.inner)
 
 
+def once(**options):
+    """Return a generator, which can be read only once."""
+    return iter(Endless(**options))
+
+
+class Exhausted(Endless):
+    """A stream whose second pass has no sample, because it returns the same iterator again."""
+
+    def __iter__(self):
+        self.first = getattr(self, "first", None) or once(**self.options)
+        return self.first
+
+
 class Stream(Endless):
     """A stream that saves its position and divides itself over its readers."""
 
