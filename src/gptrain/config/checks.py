@@ -144,7 +144,8 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
     types = {}
     with suppress(Exception):  # an annotation may name something that only a type checker imports
         types = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
-    for key in types.keys() & given.keys() - computed if not is_library else ():
+    keys = set() if is_library else types.keys() & given.keys() - computed
+    for key in keys:
         text = json.dumps(given[key], default=str)
         try:
             if "_target_" not in text:  # the value of a nested node is made later

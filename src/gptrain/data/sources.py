@@ -188,10 +188,10 @@ def _read(file: Path, kind: str) -> Iterator[Any]:
             csv.field_size_limit(2**31 - 1)  # characters of a value
             text = io.TextIOWrapper(lines, "utf-8-sig", newline="")
             separator = "\t" if ".tsv" in file.name.lower() else ","
-            rows = csv.reader(text, delimiter=separator, strict=True)
-            columns = next(rows, [])
-            # pandas shifts the values of a row that has more of them than there are columns.
-            yield from (dict(zip(columns, row, strict=True)) for row in rows if row)
+            for row in csv.DictReader(text, delimiter=separator, strict=True):
+                if None in row:  # pandas would shift the values
+                    raise ValueError("a row has more values than there are columns")
+                yield row
         return
     kind = "json" if kind == "jsonl" else kind
     path = glob.escape(str(file.absolute()))
