@@ -34,7 +34,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 # Keys of the values that no second run repeats.
 UNSTEADY = re.compile(
     r"_s$|seconds|saved_at|perf/|sha256|run_id|host$|time$|goodput|mfu|version|memory|elapsed"
-    r"|traceback|^(bytes|git|pid|rng)$"
+    r"|traceback|^(phase_s|bytes|git|pid|rng)$"
 )
 HYBRID_MESH = ROOT / "tests/topologies/v100_hybrid_mesh.txt"
 
@@ -198,7 +198,7 @@ def test_a_log_is_what_is_printed():
 def steady(value: Any, key: str = "") -> Any:
     """Return a value of a file with three digits, and # for what no second run repeats."""
     if UNSTEADY.search(key) and value is not None:
-        return "#"
+        return sorted(value) if key == "phase_s" else "#"
     if isinstance(value, dict):
         return {str(name): steady(value[name], f"{name}") for name in value}
     if isinstance(value, list | tuple):
@@ -213,6 +213,12 @@ def as_number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def privacy(file: Path) -> str:
+    """Return a mark for a file that other users cannot read, or in a folder that they cannot."""
+    is_private = any(not path.stat().st_mode & 0o077 for path in (file, file.parent))
+    return " (private)" if is_private else ""
 
 
 def content_of(file: Path) -> Any:
@@ -244,13 +250,13 @@ def run_folders() -> str:
     """Describe the files that the commands have left."""
     described: dict[str, Any] = {}
     names = re.findall(r"(?:run_dir|mirror)=(\w+)", " ".join(ROWS["commands"]))
-    for name in [row["run_dir"] for row in ROWS["runs"]] + names:
+    for name in ["data", *(row["run_dir"] for row in ROWS["runs"]), *names]:
         place = folder() / name
         files = sorted(path for path in place.rglob("*") if path.is_file())
         # Of the checkpoints the last one is described.
         last = max((file.parts[-2] for file in files if "step-" in file.parts[-2]), default="")
         described[name] = {
-            str(file.relative_to(place)): content_of(file)
+            f"{file.relative_to(place)}{privacy(file)}": content_of(file)
             if file.parts[-2] == last or "step-" not in file.parts[-2]
             else None
             for file in files

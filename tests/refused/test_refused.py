@@ -105,6 +105,7 @@ def accepted(line: str) -> dict[str, Any]:
     here = os.getcwd()
     os.chdir(planted())
     with pytest.raises(SystemExit) as left, redirected(place), patch.dict(os.environ, variables):
+        del os.environ["GPTRAIN_CONF"]
         before = dict(os.environ)
         with patch.object(sys, "argv", ["train.py", *words]):
             config.main(job, conf=ROOT / "conf")
