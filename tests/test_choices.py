@@ -7,7 +7,6 @@ import pytest
 from tests.conftest import ROOT
 
 CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
-REQUIRED = ("data.train_path=train.bin", "data.val_path=val.bin")
 
 
 @pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp"])

@@ -45,11 +45,8 @@ def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_p
     keys = {line.split(": ")[1] for line in refused.value.lines}
     assert keys == {"data.batch_size=0", "optimizer.lr=fast"}
     assert not list(tmp_path.iterdir())
-    for word in ("-m", "--help", "seed"):
-        with pytest.raises(gptrain.ConfigError, match=f"error: {word}: not key=value"):
-            gptrain.fit([word])
-    with pytest.raises(gptrain.ConfigError, match=r"no project here, .* conf=.project/conf"):
-        gptrain.fit(conf=tmp_path / "conf")
+    with pytest.raises(gptrain.ConfigError, match="error: seed: not key=value"):
+        gptrain.fit(["seed"])
 
 
 RUN = """

@@ -66,22 +66,6 @@ def test_a_net_that_ties_two_tensors_refuses_two_that_differ(tmp_path):
         load_weights(tied, file)
 
 
-TABLE = "position_embedding.weight"
-
-
-def test_a_shorter_context_is_refused_and_cut_where_that_is_asked_for(train, saved_twice):
-    learned = saved_twice.state(2)["weights"][TABLE]
-    words = (*STILL, "model.max_seq_len=20", f"init_from='{saved_twice.folder}'")
-    (line,) = train(*words, name="refused").err.splitlines()
-    assert f"model.max_seq_len={len(learned)} keeps all" in line
-    assert "try: init_strict=false" in line
-    run = train(*words, "init_strict=false", name="cut")
-    assert run.code == 0, run.err
-    table = run.state(1)["weights"][TABLE]
-    torch.testing.assert_close(table, learned[:20], rtol=0, atol=1e-10)
-    assert f"{TABLE} ({len(learned)}, " in run.out + run.err
-
-
 class OwnPositions(torch.nn.Module):
     """Positions as many write them: a parameter with a batch dimension, and a mask as a buffer."""
 
@@ -102,6 +86,9 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     assert note.startswith("positions (1, 6, 8)")
     assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
     assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
+    cut = OwnPositions(4)
+    load_weights(cut, file, strict=False, resizes=True)
+    assert torch.equal(cut.positions, short.positions[:, :4])
     others = {
         "positions": (OwnPositions(11), OwnPositions(8, width=7), OwnPositions(6, width=9)),
         "tokens.weight": (OwnPositions(9, width=9),),  # as wide as it has positions

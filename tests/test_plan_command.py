@@ -110,35 +110,14 @@ def test_of_an_own_net_what_is_exact_is_planned_and_nothing_else(plan):
     signs = [f"optimizer._target_={__name__}.SharedSigns", "~optimizer.betas", "~optimizer.eps"]
     halves = answer(plan, *own, *signs, "~optimizer.fused", "optimizer.lr=1")["strategies"]["ddp"]
     assert halves["bytes_per_device"]["optimizer"] == 2 * (192 + 488)
-    code, out, _ = plan(*own)
-    assert code == 0 and "trainer.fast_dev_run=true" in out
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "fault"),
-    [
-        ("NCCL_P2P_DISABLE", "1", ["NCCL_P2P_DISABLE=1"]),
-        ("NCCL_DEBUG", "trace", ["NCCL_DEBUG=TRACE"]),
-        ("OMP_NUM_THREADS", "9999", ["OMP_NUM_THREADS=9999 x 2 ranks"]),
-        ("MASTER_PORT", "taken", ["MASTER_PORT="]),
-        ("CUDA_VISIBLE_DEVICES", "", []),
-    ],
-)
-def test_the_doctor_finds_one_fault_and_its_fix(plan, monkeypatch, variable, value, fault):
-    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
-        ports = {"taken": str(taken.getsockname()[1])}
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-        free.close()
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setenv(variable, ports.get(value, value))
-        for word, gpus in ("trainer=cpu", []), ("trainer=gpu", ["but torch sees 0 GPUs"]):
-            code, out, _ = plan("--doctor", word, "trainer.devices=2")
-            *lines, checked = out.splitlines()
-            lines = [line for line in lines if "/dev/shm" not in line]  # of the machine that tests
-            assert code == 0 and checked.startswith("checked: 0 GPUs")
-            for line, found in zip(lines, [*gpus, *fault], strict=True):
-                assert found in line and "; try: " in line
+def test_the_doctor_finds_a_port_that_is_taken(plan, monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", f"{port}")
+        code, out, _ = plan("--doctor", "trainer=cpu", "trainer.devices=2")
+    assert code == 0 and f"MASTER_PORT={port} is in use" in out
 
 
 FOLDER = Path(__file__).parent / "topologies"

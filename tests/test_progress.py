@@ -58,9 +58,3 @@ def test_without_a_terminal_a_line_has_the_values_of_its_own_step(train):
     assert [line[:2] for line in lines_of(run)] == logged
     assert [step for step, _ in logged] == ["1", "3", "4", "6"]
     assert lines_of(run)[-1][2] == "0:00:00"
-
-
-def test_a_short_run_prints_its_first_and_its_last_step(train):
-    run = train(*STEPS, BAR.format(1e9))
-    assert [step for step, *_ in lines_of(run)] == ["1", "6"]
-    assert "\nvalidate" not in run.out

@@ -106,5 +106,3 @@ def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, mon
     assert gptrain.generate(net, tokenizer, ["ab"], 8, temperature=0) == [""]
     once, again = gptrain.generate(net, BYTES, ["a", "a"], 20, seed=1)
     assert once != again  # all prompts share one random generator
-    with pytest.raises(ValueError, match="prompt '': has no tokens"):
-        gptrain.generate(net, BYTES, [""])

@@ -24,37 +24,19 @@ def result(job):
     return json.loads((job / "result.json").read_text())
 
 
-def test_every_combination_runs_in_its_own_folder_and_again_only_where_it_is_missing(train):
-    words = ("-m", "optimizer.lr=1e-3,3e-4", "seed=1,2", "trainer.max_steps=1", "ckpt_path=last")
+def test_a_sweep_runs_a_job_again_only_where_its_result_is_missing(train):
+    words = ("-m", "seed=1,2", "trainer.max_steps=1", "ckpt_path=last")
     sweep = train(*words)
-    assert sweep.code == 0, sweep.err
-    assert jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
-    names = sorted(path.parent.name for path in sweep.folder.glob("*/result.json"))
-    tried = [(rate, seed) for rate in ("0.001", "0.0003") for seed in ("1", "2")]
-    assert names == [f"{n}-lr_{rate}-seed_{seed}" for n, (rate, seed) in enumerate(tried)]
-    cfgs = [OmegaConf.load(sweep.folder / name / ".hydra" / "config.yaml") for name in names]
-    assert [(str(cfg.optimizer.lr), str(cfg.seed)) for cfg in cfgs] == tried
-    results = [result(sweep.folder / name) for name in names]
-    assert len({result["metrics"]["train/loss"] for result in results}) > 1
-    lines = sweep.out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("job ")] == [*"0123"]
-    assert not [line for line in lines if line.startswith("batch ")]  # it is in train.log
-    assert "batch " in (sweep.folder / names[0] / "train.log").read_text()
-    head, *rows = [line.split() for line in lines[lines.index("") + 1 :][:5]]
-    assert head[:4] == ["run", "optimizer.lr", "seed", "val/loss"]
-    assert (losses := [float(row[3]) for row in rows]) == sorted(losses)
-    table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
-    assert [[row["run"], row["optimizer.lr"], row["seed"]] for row in table] == [
-        row[:3] for row in rows
-    ]
+    assert sweep.code == 0 and jobs(sweep.folder) == {0: 0, 1: 0}, sweep.err
+    folders = [sweep.folder / name for name in ("0-seed_1", "1-seed_2")]
+    assert "batch " in (folders[0] / "train.log").read_text()
+    before = [result(folder)["seconds"] for folder in folders]
     for name in ("result.json", "status.json"):
-        (sweep.folder / names[1] / name).unlink()
+        (folders[1] / name).unlink()
     again = train(*words)
     assert again.code == 0, again.err
-    seconds = [result(sweep.folder / name)["seconds"] for name in names]
-    assert [s == r["seconds"] for s, r in zip(seconds, results, strict=True)] == [
-        True, False, True, True,
-    ]  # fmt: skip
+    after = [result(folder)["seconds"] for folder in folders]
+    assert after[0] == before[0] and after[1] != before[1]
 
 
 @pytest.mark.parametrize(

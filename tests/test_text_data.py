@@ -103,10 +103,6 @@ def test_files_that_are_hidden_or_do_not_match_are_left_out(tmp_path):
         (folder / "**" / "*.py", "*", ("b.py", "a.py", "sub/e.py")),
     ):
         assert sources(path, tmp_path, pattern) == dict.fromkeys(names, 20)
-    with pytest.raises(DataError, match="no such file"):
-        read(folder, tmp_path / "cache", pattern="*.md")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read(folder / "nowhere", tmp_path / "cache")
 
 
 def test_links_are_followed_and_each_file_is_read_once(tmp_path):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 
 import pytest
 import torch
 
-import gptrain
-from gptrain.core.errors import FAILED
 from tests.refused.commands import answer
 from tests.run import Run, new_place
 from tests.run import train as run_train
@@ -119,26 +116,6 @@ def test_the_bytes_that_a_rank_sends_in_a_step_are_those_of_the_plan(name, dropo
     assert planned.code == 0, planned.err
     row = json.loads("\n".join(planned.out))["strategies"][name]
     assert sent == pytest.approx(row["wire_bytes_per_step"], rel=0.05)
-
-
-def test_a_sharded_checkpoint_is_loaded_as_the_net_of_one_process():
-    tokens = torch.arange(30).view(2, 15)
-    with torch.no_grad():
-        whole, sharded = (
-            gptrain.load(run.folder, "last")(tokens)
-            for run in (run_of(*ONE), run_of("strategy=fsdp", ranks=2))
-        )
-    torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-5)
-
-
-def test_a_run_that_always_fails_is_restarted_max_restarts_times(train):
-    fails = "{_target_: tests.lit.own.callbacks.Stop, how: error, at: on_train_batch_start}"
-    restarts = ("launcher.max_restarts=1", f"+callbacks.fails={fails}")
-    run = train("trainer.devices=2", "logger=none", *restarts)
-    assert run.code == FAILED and run.err.count("Traceback") == 2, run.err
-    status = json.loads((run.folder / "status.json").read_text())
-    typed = shlex.split(status["resume"])[2:]  # python train.py
-    assert {"trainer.devices=2", "trainer.max_steps=4", f"run_dir={run.folder}"} <= {*typed}
 
 
 @pytest.mark.slow
