@@ -203,9 +203,9 @@ def check_ranks(cfg: RunConfig, *datasets: Any) -> None:
     """
     own = identity(cfg) | {"data": [getattr(data, "fingerprint", None) for data in datasets]}
     first = from_rank_0(own)
-    for key, value in own.items():
-        if value != first.get(key) and not key.endswith("path"):
-            raise ConfigError.of(key, value, f"rank 0 has {show(first.get(key))}")
+    for key in own | first:
+        if own.get(key) != first.get(key) and not key.endswith("path"):
+            raise ConfigError.of(key, own.get(key), f"rank 0 has {show(first.get(key))}")
 
 
 def _keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
