@@ -188,7 +188,7 @@ def _read(file: Path, kind: str) -> Iterator[Any]:
             csv.field_size_limit(2**31 - 1)  # characters of a value
             text = io.TextIOWrapper(lines, "utf-8-sig", newline="")
             separator = "\t" if ".tsv" in file.name.lower() else ","
-            for row in csv.DictReader(text, delimiter=separator, strict=True):
+            for row in csv.DictReader(text, restval="", delimiter=separator, strict=True):
                 if None in row:  # pandas would shift the values
                     raise ValueError("a row has more values than there are columns")
                 yield row
