@@ -39,7 +39,9 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
         ConfigError: If the net lacks the method `to_hugging_face` (hf) or `to_peft` (peft).
         OSError: If a file cannot be written.
     """
-    file, tensors = "model.safetensors", net.state_dict()
+    file, weights = "model.safetensors", dict(net.named_parameters(remove_duplicate=False))
+    # `load_net_state` reads a buffer that modules share under each of its names.
+    tensors = {n: t if n in weights else t.clone() for n, t in net.state_dict().items()}
     if format != "safetensors":
         method, file, config = _FORMATS[format]
         if not hasattr(net, method):
