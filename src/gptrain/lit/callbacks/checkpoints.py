@@ -84,7 +84,7 @@ class Checkpoints(Checkpoint):
         if "rng" not in checkpoint or trainer.state.fn != "fit":
             return
         # Keep only these entries, so that the tensors of the checkpoint can be freed.
-        self._loaded = {key: checkpoint[key] for key in resume.STATE}
+        self._loaded = {key: checkpoint.get(key) for key in resume.STATE}
         step = self.saved_step = checkpoint["global_step"]
         saved = read_manifest(Path(str(trainer.ckpt_path)))
         metrics, self._changed = saved.metrics, resume.changed_options(self.identity, saved.config)
