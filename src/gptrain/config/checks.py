@@ -2,7 +2,7 @@
 
 `check_rules` has the rules between keys, without which a run would silently compute something else,
 or never end. The net, the strategy, the batch and the launcher have rules of their own, which
-`assemble.run.check` applies. They are not repeated in this file, except for the width of shipped
+`assemble.run.check` applies. They are not repeated in this file, except for the heads of shipped
 nets: the planner counts these nets without building them.
 """
 
@@ -23,7 +23,7 @@ from gptrain.config.compose import plain, typed
 from gptrain.core.errors import ConfigError, ConfigIssue, first_line, show
 from gptrain.core.lengths import find_end
 from gptrain.core.precision import find_precision
-from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, RunConfig
+from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.value_types import TargetConfig
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
@@ -69,8 +69,11 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each key that contradicts another one. Imports no torch."""
     strategy, model, scheduler = run.strategy, run.model, run.scheduler
     is_divided = isinstance(model, DecoderConfig) and getattr(model, "d_head", None) is None
-    if is_divided and model.d_model % model.n_heads:
-        yield problem(run, "model.d_model", f"not divisible into {model.n_heads} heads")
+    n_parts, of = (2, " of pairs of features") if isinstance(model, LlamaConfig) else (1, "")
+    if is_divided and model.d_model % (n_parts * model.n_heads):
+        yield problem(run, "model.d_model", f"not divisible into {model.n_heads} heads{of}")
+    if isinstance(model, LlamaConfig) and model.n_heads % model.n_kv_heads:
+        yield problem(run, "model.n_kv_heads", f"does not divide {model.n_heads} heads")
     if find_precision(run.trainer.precision).is_fp16 and strategy.needs:
         message = f"strategy={strategy.name} does not scale the loss, which fp16 needs"
         yield problem(run, "trainer.precision", message, "trainer.precision=bf16-mixed")

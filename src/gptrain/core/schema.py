@@ -57,7 +57,7 @@ class LlamaConfig(DecoderConfig):
     norm_eps: types.Positive
     qk_norm: bool
     tie_head: bool
-    d_head: Annotated[int, between(2)] | None = None
+    d_head: Annotated[Count, Field(multiple_of=2)] | None = None
 
 
 class HuggingFaceConfig(ModelConfig, extra="forbid"):
