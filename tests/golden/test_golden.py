@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -228,7 +229,9 @@ def content_of(file: Path) -> Any:
         norm = sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
         dtypes = " ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         numbers = sum(tensor.numel() for tensor in tensors)
-        return f"{len(tensors)} of {dtypes}, {numbers} numbers, norm {norm:.3g}"
+        with safe_open(file, "pt") as opened:
+            about = " ".join(sorted(f"{k}={v:.9}" for k, v in opened.metadata().items()))
+        return f"{len(tensors)} of {dtypes}, {numbers} numbers, norm {norm:.3g}, {about}"
     if file.suffix == ".ckpt":
         return steady(torch.load(file, weights_only=False))
     if file.suffix == ".json" and file.name != "tokenizer.json":
