@@ -15,6 +15,7 @@ from recipes.docstrings import main
 from recipes.scores import cleaned, read_questions
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow  # the documentation is that of many modules, which are imported
 
 
 @pytest.fixture(scope="module")

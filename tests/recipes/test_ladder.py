@@ -17,6 +17,7 @@ CHINCHILLA = (1.69, 406.4, 0.34, 410.7, 0.28)
 RUNS = np.array([*product((1e6, 2e6, 4e6, 8e6), (2e7, 8e7, 32e7))]).T
 
 
+@pytest.mark.slow
 def test_the_constants_of_hoffmann_et_al_are_found_from_losses_without_noise():
     n, d = RUNS
     found = ladder.fit(n, d, ladder.law(CHINCHILLA, n, d))

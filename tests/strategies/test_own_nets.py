@@ -38,6 +38,7 @@ def check_refused(name, cases):
 LOGITS = "the output differs; "
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_others():
     nets = (own_nets.OwnNet, own_nets.OnlyChain, own_nets.HalfLogits, own_nets.BiasedHead)
