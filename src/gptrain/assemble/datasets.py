@@ -84,9 +84,7 @@ def build(cfg: RunConfig) -> tuple[Any, Any, Any]:
     return train, val, None if cfg.data.test is None else _build_dataset(cfg, "test")
 
 
-def check_samples(
-    cfg: RunConfig, module: type[pl.LightningModule], datasets: Sequence[Any]
-) -> None:
+def check_samples(cfg: RunConfig, module: type[pl.LightningModule], datasets: Sequence) -> None:
     """Check that the training has an end, and the first sample of each dataset that the run reads.
 
     The sample must be a pair of tokens and targets if `read_as_pairs` has the dataset. Otherwise it

@@ -44,7 +44,7 @@ from gptrain.runtime.store import start_store
 from gptrain.runtime.watchdog import Guard
 
 # Timeouts in seconds, by phase of the start.
-_DAY_S = 86400.0  # rank 0 tokenizes a corpus
+_PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
 _SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
 _CONNECTING_S = 60.0  # after the timeout of the process group, ranks report that some are missing
 _STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
@@ -124,9 +124,9 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     _check_shared(cfg.run_dir)
 
     # Rank 0 may tokenize a corpus for hours. There is nothing to save yet.
-    guard.beat(phase="data", allow_s=_DAY_S)
+    guard.beat(phase="data", allow_s=_PREPARING_S)
     with guard.nothing_to_save():
-        train, val, test = after_rank_0(partial(datasets.build, cfg), process.rank, _DAY_S)
+        train, val, test = after_rank_0(partial(datasets.build, cfg), process.rank, _PREPARING_S)
     guard.beat(phase="build", allow_s=_STARTING_S)
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)

@@ -144,11 +144,12 @@ def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterat
     given = {key: value for key, value in node.items() if not key.startswith("_")}
     unused = computed - signature.parameters.keys()
     signature.bind_partial(**{key: value for key, value in given.items() if key not in unused})
+    if is_library:
+        return
     types = {}
     with suppress(Exception):  # an annotation may name something that only a type checker imports
         types = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
-    keys = set() if is_library else types.keys() & given.keys() - computed
-    for key in keys:
+    for key in types.keys() & given.keys() - computed:
         text = json.dumps(given[key], default=str)
         try:
             if "_target_" not in text:  # the value of a nested node is made later

@@ -46,8 +46,7 @@ class Llama(Decoder):
     The arguments are attributes of the same names. The attribute `d_head` is never None.
 
     Raises:
-        ValueError: If `d_head` is None and `n_heads` does not divide `d_model`, if `n_kv_heads`
-            does not divide `n_heads`, or if the width of a head is odd.
+        ValueError: If `d_head` is None and `n_heads` does not divide `d_model`.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
@@ -63,10 +62,6 @@ class Llama(Decoder):
         d_head: int | None = None,
     ):  # fmt: skip
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head, d_head)
-        if n_heads % n_kv_heads:
-            raise ValueError(f"n_kv_heads={n_kv_heads}: does not divide n_heads={n_heads}")
-        if self.d_head % 2:
-            raise ValueError(f"heads of width {self.d_head}: RoPE rotates pairs of features")
         self.n_kv_heads = n_kv_heads
         self.d_ff = d_ff
         self.rope_base = rope_base

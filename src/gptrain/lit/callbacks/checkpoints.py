@@ -63,9 +63,9 @@ class Checkpoints(Checkpoint):
 
     def __post_init__(self) -> None:
         self.store.on_commit = self._prune
-        self._votes = Vote(3)  # on the next three attributes
-        self._stopping = False  # end the run when its step is saved
         self._is_ending = False  # `trainer.should_stop` was set within the step
+        self._votes = Vote(3)  # votes on the next three attributes
+        self._stopping = False  # end the run when its step is saved
         self._time_is_up = False  # save, because `every_minutes` have passed
         self._is_written = False  # all ranks have written their files of a save in the background
         # Config key -> name that the first validation must log. Empty after the first validation.

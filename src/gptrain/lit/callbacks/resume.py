@@ -61,9 +61,11 @@ def changed_options(now: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str
 
     "lr" stands for every option that gives a learning rate, and for what it is scaled with.
     """
-    rates = ("_lr", "lr_scaling", *["batch_size"] * (now.get("optimizer.lr_scaling") != "none"))
+    rates = ["_lr", "lr_scaling"]
+    if now.get("optimizer.lr_scaling") != "none":
+        rates.append("batch_size")
     keys = [key for key in now.keys() | saved.keys() if now.get(key) != saved.get(key)]
-    return {"lr" if key.endswith(rates) else key.rpartition(".")[2] for key in keys}
+    return {"lr" if key.endswith(tuple(rates)) else key.rpartition(".")[2] for key in keys}
 
 
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: set[str]) -> None:
