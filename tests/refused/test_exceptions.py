@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from lightning.pytorch import Callback
@@ -42,3 +43,16 @@ def test_an_exception_is_an_exit_code_and_one_line(row):
     assert ("Traceback" in run.err) == (cause in ("error", "memory"))
     assert errors[0].endswith("; at step 2 in phase train") == (cause == "error"), run.err
     assert not (run.folder / "result.json").exists()
+
+
+class Keeps(Callback):
+    """Has a state that no resume could load."""
+
+    def state_dict(self):
+        return {"best": np.float64(1)}
+
+
+def test_a_state_that_no_resume_could_load_ends_the_run_at_its_first_save():
+    run = train(*RUN.split(), "+callbacks.keeps._target_=tests.refused.test_exceptions.Keeps")
+    assert (run.code, run.status["checkpoint"]) == (70, None)
+    assert "rank 0 cannot save: TypeError: numpy" in run.err and "tensors, plain values" in run.err

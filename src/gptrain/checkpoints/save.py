@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from gptrain.checkpoints import files
 from gptrain.checkpoints.manifest import MANIFEST_NAME, REST_NAME, Manifest, hidden, seal
@@ -91,6 +92,10 @@ class Save:
             files.sync_folder(self.path.parent.parent)  # the first save has made the parent
             self._rest = io.BytesIO()
             torch.save(rest, self._rest)
+            self._rest.seek(0)
+            if foreign := get_unsafe_globals_in_checkpoint(self._rest):
+                text = "in the state of a callback or of the module; allowed: tensors, plain values"
+                raise TypeError(f"{foreign[0]} {text}")
         if in_background:
             own.update({key: shard.to("cpu", copy=True) for key, shard in own.items()})
 

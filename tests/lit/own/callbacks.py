@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -121,7 +122,7 @@ class WhenWritten:
 
     def __reduce__(self):
         self.function()
-        return int, ()
+        return OrderedDict, ()
 
 
 class Draws(Callback):

@@ -34,6 +34,7 @@ class Averages(Logs):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.save_hyperparameters()  # one of them is the net
         self.register_buffer("average", torch.zeros(()))
         self.mean = MeanMetric()
 
