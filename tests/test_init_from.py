@@ -56,6 +56,20 @@ def test_files_of_compiled_nets_of_nanogpt_and_of_several_nets(tmp_path):
         load({"state_dict": others})
 
 
+def test_a_file_of_two_nets_has_a_tied_tensor_under_one_name(tmp_path):
+    tied, file = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), tmp_path / "x"
+    tied[1].weight = tied[0].weight
+    for prefix in ("net", "student"):
+        named = {f"{prefix}.{name}": tensor.data for name, tensor in tied.named_parameters()}
+        torch.save(named | {f"t.{name[len(prefix) + 1 :]}": -t for name, t in named.items()}, file)
+        if prefix == "net":
+            before = tied[0].weight.detach().clone()
+            load_weights(tied, file)
+            assert torch.equal(tied[0].weight, before)
+    with pytest.raises(ValueError, match=r"holds several nets: student\., t\."):
+        load_weights(tied, file)
+
+
 def test_a_net_that_ties_two_tensors_refuses_two_that_differ(tmp_path):
     layers, file = [torch.nn.Linear(2, 2) for _ in range(2)], tmp_path / "x.pt"
     tied = torch.nn.Sequential(layers[0], layers[0])

@@ -136,7 +136,7 @@ def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
     if not isinstance(model, dict) or "_target_" not in model:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
     if not is_signed and not trust:
-        message = f"{source}: not made by you on this machine; its config can run any code"
+        message = f"{source}: not signed by you on this machine; its config can run any code"
         raise ConfigError.of("", None, message, hint="trust=true")
     return content, run_dir
 
@@ -284,10 +284,13 @@ def _net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
         raise DamagedCheckpointError(path, "holds no state dict")
     # torch.compile has wrapped the net or its blocks.
     state = {str(name).replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
-    first = next(iter(net.state_dict()), "")
-    prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
-    fitting = {p for p in prefixes if all(p + name in state for name in net.state_dict())}
-    prefix = states.NET if states.NET in fitting else min(prefixes, key=len, default="")
+    names = net.state_dict().keys()
+    first = next(iter(names), "")
+    prefixes = {name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")}
+    # The file may have a tied tensor under one of its names only.
+    found = {prefix: sum(prefix + name in state for name in names) for prefix in prefixes}
+    fitting = {prefix for prefix, n in found.items() if n == max(found.values())}
+    prefix = states.NET if states.NET in fitting else min(fitting, key=len, default="")
     if len(fitting) > 1 and prefix not in ("", states.NET):
         raise ValueError(f"holds several nets: {', '.join(sorted(fitting))}; keep one of them")
     return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
