@@ -6,6 +6,7 @@ one line. The rows are in hostile.yaml and hostile.py.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,15 @@ def test_the_overrides_of_a_run_are_data(attack, world):
 def test_the_overrides_of_a_run_are_data_for_a_command(command, world):
     words = ["trust=true", "model._target_=antigravity.fly"]
     fill(world, {"old/.hydra/overrides.yaml": yaml.safe_dump(words).encode()})
+    os.mkfifo(world / "old" / ".hydra" / "signature")
     refuses(f"{command} from_run=old", world)
+    fill(world, {"deep/.hydra/overrides.yaml": b"[" * 20_000})
+    refuses(f"{command} from_run=deep", world)
+
+
+def test_an_export_writes_nothing_through_a_link(world):
+    fill(world, {"old/.hydra/overrides.yaml": b"[model=gpt_nano]", "out/.hydra": "../victim"})
+    refuses("export from_run=old trust=true run_dir=out", world)
 
 
 def test_an_intact_folder_loads(world):

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from gptrain.checkpoints import files
-from gptrain.core.small_files import read_values
+from gptrain.core.small_files import UnreadableFileError, read_bytes, read_values
 
 RECORDS = ("overrides.yaml", "config.yaml", "hydra.yaml")
 
@@ -42,9 +42,9 @@ def read_record(file: Path) -> tuple[Any, bool]:
     A signed record is the content whose signature was verified. Aliases of YAML are allowed in it,
     because gptrain has written it. Raises the errors of `read_values` for any other file.
     """
-    with suppress(OSError):
+    with suppress(OSError, UnreadableFileError):
         records = _read_records(file.parents[1])
-        signature = file.with_name("signature").read_bytes()
+        signature = read_bytes(file.with_name("signature"))
         if hmac.compare_digest(signature, _sign(records)):  # the files may change from now on
             return yaml.safe_load(records[file.name]), True
     return read_values(file), False

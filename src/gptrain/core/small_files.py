@@ -27,6 +27,15 @@ class UnreadableFileError(DataError):
         return printable(f"{self.path}: {self.reason}")
 
 
+class _Loader(yaml.SafeLoader):
+    """Loader of YAML without aliases."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has aliases")
+        return super().compose_node(parent, index)
+
+
 def read_bytes(path: str | os.PathLike) -> bytes:
     """Return the content of a regular file. The errors are those of `open_regular`."""
     with open_regular(path) as file:
@@ -58,9 +67,7 @@ def read_values(path: str | Path) -> Any:
     """
     content, is_yaml = read_bytes(path), Path(path).suffix == ".yaml"
     try:
-        if is_yaml and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(content)):
-            raise ValueError("it has aliases")
-        return yaml.safe_load(content) if is_yaml else json.loads(content)
+        return yaml.load(content, _Loader) if is_yaml else json.loads(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also if not UTF-8
         kind = "YAML" if is_yaml else "JSON"
         raise UnreadableFileError(path, f"not {kind} ({first_line(error)})") from None

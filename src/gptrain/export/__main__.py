@@ -57,7 +57,8 @@ def export(cfg: ExportRun) -> None:
     from gptrain.export.files import write_companions, write_net
 
     folder = Path(cfg.run_dir)
-    if (folder / ".hydra" / "overrides.yaml").exists():
+    record_dir = folder / ".hydra"
+    if (record_dir / "overrides.yaml").exists() or record_dir.is_symlink():
         message = "holds a run, whose saved config an export would replace"
         raise ConfigError.of("run_dir", folder, message, code=FOLDER_UNUSABLE)
     net = build_net(cfg.model)
@@ -69,9 +70,9 @@ def export(cfg: ExportRun) -> None:
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     write_companions(tokenizer, expand_home(cfg.from_run), folder, cfg.format)
     if cfg.format == "safetensors" or not hasattr(net, "to_peft"):  # holds what `model` describes
-        (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
+        record_dir.mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
         record = OmegaConf.to_yaml({"model": cfg.model.plain()})
-        files.replace(folder / ".hydra" / "config.yaml", record.encode())
+        files.replace(record_dir / "config.yaml", record.encode())
         sign_record(folder)
     print(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB, in {folder}"))
 
