@@ -74,6 +74,7 @@ TEXTS = {
     "aliased/.hydra/overrides.yaml": "[&a x, *a]",
     "net/config.json": '{"text_config": {"vocab_size": 300}}',
     "words/tokenizer.json": WORDS,
+    "own/experiment/old.yaml": "# @package _global_\nfrom_run: run\n",
     "own/model/mine.yaml": "_target_: torch.nn.Identity\nvocab_size: 256\nown: 1\n",
 }
 PLANTED = {

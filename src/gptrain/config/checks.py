@@ -15,11 +15,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from gptrain.config.compose import plain, typed
+from gptrain.config.compose import key_of, plain, typed
 from gptrain.core.errors import ConfigError, ConfigIssue, first_line, show
 from gptrain.core.lengths import find_end
 from gptrain.core.precision import find_precision
@@ -57,6 +57,9 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """
     run = typed(values := plain(cfg), schema)
     problems = [*check_rules(run)]
+    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # with references
+    if schema.expands_run and run.from_run and "from_run" not in map(key_of, words):
+        problems.append(problem(run, "from_run", "has an effect on the command line only"))
     if schema is RunConfig and not problems:  # a command with keys of its own makes no run
         problems += check_classes(run, values)  # torch takes seconds
     if problems:

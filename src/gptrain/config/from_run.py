@@ -49,7 +49,7 @@ def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)
     words, is_signed = read_record(file)
     if not is_signed and typed.get("trust", "").lower() != "true":
-        message = "not started by you on this machine; its config can run any code"
+        message = "not signed by you on this machine; its config can run any code"
         raise ConfigError.of("from_run", folder, message, hint="trust=true")
     return [str(word) for word in words]
 
