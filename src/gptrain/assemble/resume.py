@@ -99,6 +99,7 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
         elif requested == "best":
             checkpoint = store.best(monitor, cfg.checkpoint.mode)
             if checkpoint is None:
+                store.newest_intact()  # raises if all are damaged
                 raise FileNotFoundError(f"no checkpoint with {monitor} in {store.folder}")
         elif requested:
             checkpoint = find_weights(requested, "last")

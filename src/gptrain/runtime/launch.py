@@ -267,7 +267,7 @@ def report_ending(
         is_first = status.write_status(cfg.run_dir, replace=replace, **facts)
     except OSError as error:  # the disk that failed the run may refuse status.json, too
         print(f"warning: status.json cannot be written: {error}", file=sys.stderr)
-        is_first = this_process().rank == 0
+        is_first = True  # the file may exist, empty: then no other rank prints
     if ending.code == errors.DONE or not (is_first or cfg.debug):
         return
     if ending.code == errors.PREEMPTED:
