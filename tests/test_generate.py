@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import HealthCheck, given, settings
@@ -61,6 +62,19 @@ def pieces(tokens, n_prompt=1, stop=(), tokenizer=BYTES) -> list[str]:
 def test_a_character_is_shown_when_its_last_byte_is_there_or_none_of_it_can_be():
     assert pieces("aé數".encode()) == ["", "é", "", "", "數"]
     assert pieces(b"a\x80\x80b\xe6") == ["", "", "\ufffd\ufffdb", "\ufffd"]
+
+
+def test_a_tokenizer_that_falls_back_to_bytes_shows_each_character(tmp_path):
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    model = tokenizers.models.BPE(vocab, [], byte_fallback=True)
+    inner = tokenizers.Tokenizer(model)
+    inner.decoder = tokenizers.decoders.ByteFallback()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    for n_prompt in (9, 12, 18):  # the last tokens of a prompt may begin within a character
+        tokens = "東京は大きいです".encode()
+        made = "".join(pieces(tokens, n_prompt, (), tokenizer))
+        assert made == tokens[n_prompt:].decode()
 
 
 @given(st.lists(st.integers(0, 269), min_size=2, max_size=200), st.integers(1, 100))

@@ -13,6 +13,8 @@ from gptrain.text import sampling
 from gptrain.text.chat import ChatFormat
 from gptrain.text.sampling import Sampling, terminal_text
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded for bytes that are no complete character
+
 
 def generate(
     net: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], n_tokens: int = 256, *,
@@ -136,7 +138,10 @@ def decode_until(
         drawn: Token ids that follow the prompt. Iteration stops at a stop text.
         stop: Texts that end the result and are not part of it.
     """
-    tokens = prompt[-8:]  # the text of a token may depend on the tokens before it
+    n_tail = 8  # the text of a token may depend on the tokens before it
+    while n_tail < len(prompt) and tokenizer.decode(prompt[-n_tail:]).startswith(REPLACEMENT):
+        n_tail += 1  # the tail begins within a character
+    tokens = prompt[-n_tail:]
     n_before, n_shown, text = len(tokenizer.decode(tokens)), 0, ""
     n_held = max(map(len, stop), default=1) - 1
     for token in drawn:
@@ -145,7 +150,7 @@ def decode_until(
         if starts := [text.index(end) for end in stop if end in text]:
             text = text[: min(starts)]
             break
-        n_known = max(n_shown, len(text.rstrip("\N{REPLACEMENT CHARACTER}")) - n_held)
+        n_known = max(n_shown, len(text.rstrip(REPLACEMENT)) - n_held)
         yield text[n_shown:n_known]
         n_shown = n_known
     yield text[n_shown:]
