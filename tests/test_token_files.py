@@ -119,6 +119,13 @@ def test_a_raw_file_of_wider_tokens_is_refused_with_its_type(tmp_path, written, 
     with pytest.raises(DataError, match=f"data.dtype={hint}$"):
         TokenDataset(tmp_path / "train.bin", 64, read)
     assert TokenDataset(tmp_path / "train.bin", 64, hint)[0][0].tolist() == tokens[:64].tolist()
+    tokens[:600] = 0
+    tokens.tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=f"data.dtype={hint}$"):
+        TokenDataset(tmp_path / "train.bin", 64, read)
+    (tmp_path / "train.bin").write_text("words of a text\n" * 99)
+    with pytest.raises(DataError, match="a text; try: data=text"):
+        TokenDataset(tmp_path / "train.bin", 64, read)
 
 
 # ---- the same tokens

@@ -87,7 +87,10 @@ def test_characters_that_a_tokenizer_drops_are_one_warning(kind, tmp_path, recwa
         tokenizer.normalizer = normalizer
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = "a b x " * 500
-    (tmp_path / "text").write_text(text.upper() if normalizer else text)
+    (tmp_path / "text").mkdir()
+    for number in range(99):  # the character is not in the texts that are tokenized first
+        last = text.upper() if normalizer else text
+        (tmp_path / "text" / f"{number:02}.txt").write_text(last if number == 98 else "a b a ")
     TextDataset("train", 4, tmp_path / "text", str(tmp_path / "tokenizer.json"), tmp_path / "cache")
     warned = [str(w.message) for w in recwarn if "data.tokenizer" in str(w.message)]
     assert len(warned) == (lost is not None) and all(f"such as {lost}" in line for line in warned)

@@ -146,6 +146,7 @@ def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(tmp_pa
     assert ranks[0]["seed"] != ranks[1]["seed"]  # the ranks draw different dropout
     # 35 samples are 18 for each rank, one of them twice: 5 batches, of which 4 fill steps.
     assert [len(rank["seen"]) for rank in ranks] == [2 * 16, 2 * 16]
+    assert "the last 1 batches of an epoch fill no step" in run.line("data")
     assert not {*ranks[0]["seen"][:16]} & {*ranks[1]["seen"][:16]}
     assert run.column("step")[-1] == 4
     copy = run.copy_until(1, tmp_path / "again")

@@ -15,7 +15,8 @@ A dataset may have these attributes and methods in addition:
   run prints the description when training starts.
 
 A dataset may draw random numbers from torch, from NumPy's global generator or from `random`, for
-example to augment a sample. A resumed run then draws the same numbers, also in data workers.
+example to augment a sample. A resumed run then draws the same numbers, also in data workers, unless
+data.num_workers has changed from or to 0.
 
 A stream, such as an IterableDataset or `datasets` in streaming mode, works as well: see
 `gptrain.data.stream` for what it may have.

@@ -35,6 +35,7 @@ FINGERPRINT_NAME = "sha256"
 # increase it.
 FORMAT = 7
 _ENDS_TYPE = "<i8"
+_CHECKED_CHARS = 2**20  # from the beginning of a corpus, for characters that the tokenizer loses
 _BATCH_PIECES = 64  # pieces that are tokenized in one call, at most 768 Ki characters
 
 
@@ -180,6 +181,7 @@ def write_tokens(
     end = np.array([tokenizer.end_id] if has_end else [], dtype)
     context = end if has_end else tokenizer.encode("\n").astype(dtype)
     n_tokens = [0, 0]  # by is_val
+    n_checked = 0  # characters
     digest = hashlib.sha256()
 
     def write(tokens: np.ndarray, is_val: bool, ends_part: bool) -> None:
@@ -198,7 +200,8 @@ def write_tokens(
         for batch in read_ahead(pieces):
             texts = [piece.text for piece in batch]
             encoded = tokenizer.encode_batch(texts)
-            if sum(n_tokens) == 2 * len(context):
+            if n_checked < _CHECKED_CHARS:
+                n_checked += sum(map(len, texts))
                 warn_of_lost_characters(tokenizer, "".join(texts), np.concatenate(encoded))
             for piece, ids in zip(batch, encoded, strict=True):
                 tokens = np.append(ids, end) if piece.ends_document else ids

@@ -159,8 +159,10 @@ def open_token_file(path: Path, dtype: str = "uint16", vocab_size: int | None = 
             if version != known_version or len(head) < _HEADER_BYTES:
                 raise ValueError(f"truncated header, or not of version {known_version}")
             offset_bytes, n_tokens = _HEADER_BYTES, count
+        elif len(head) > 99 and head.isascii() and b"\0" not in head:
+            raise ValueError("a text; try: data=text")
         tokens = np.memmap(str(path), dtype, "r", offset_bytes)
-        if n_tokens is None and (wider := _find_wider(tokens[:512], vocab_size)):
+        if n_tokens is None and (wider := _find_wider(tokens, vocab_size)):
             raise ValueError(f"not tokens of {dtype} or this vocabulary; try: data.dtype={wider}")
         if n_tokens not in (None, len(tokens)):
             raise ValueError(f"{len(tokens)} tokens of {dtype}, and its header counts {n_tokens}")
@@ -186,13 +188,14 @@ def _read_megatron_index(path: Path) -> tuple[str, int]:
 
 
 def _find_wider(tokens: np.ndarray, vocab_size: int | None) -> str | None:
-    """Return the type of the first tokens of a file if they are read as a narrower type, or None.
+    """Return the type of the tokens of a file if they are read as a narrower type, or None.
 
     Of a wider type, the upper half of each token is 0, if the ids are small.
     """
-    tokens = tokens[: len(tokens) // 4 * 4]  # full tokens of a wider type
-    is_narrow = tokens.dtype != "int64" and len(tokens) >= 16 and tokens.any()
-    if is_narrow and not tokens[1::2].any():
-        return "uint32" if tokens.dtype == "uint16" and tokens[2::4].any() else "int64"
+    groups = tokens[: len(tokens) // 4 * 4].reshape(-1, 4)  # full tokens of a wider type
+    groups = np.concatenate([groups[:128], groups[len(groups) // 2 :][:128]])  # a sample
+    is_narrow = tokens.dtype != "int64" and len(groups) >= 4 and groups.any()
+    if is_narrow and not groups[:, 1::2].any():
+        return "uint32" if tokens.dtype == "uint16" and groups[:, 2].any() else "int64"
     is_too_narrow = tokens.dtype == "uint16" and vocab_size is not None and vocab_size > 2**16
     return "uint32" if is_too_narrow else None
