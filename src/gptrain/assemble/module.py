@@ -19,7 +19,7 @@ from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES, strategy_name
 from gptrain.lit.module import LanguageModel
 from gptrain.loss import LossOptions
 from gptrain.optim import decay_groups, scaled_lr
-from gptrain.parallel.state import named_extra_parameters
+from gptrain.parallel.state import named_extra_parameters, reshard
 
 _LOGGED = {"loss", "perplexity", "bits_per_byte"}  # LanguageModel logs val/<name> itself
 
@@ -111,10 +111,10 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     with as_config_errors(cfg, "optimizer._target_"):
         optimizer_class = get_method(cfg.optimizer.target)
         if make_groups := getattr(optimizer_class, "parameter_groups", None):
-            net, named = module, dict(module.named_parameters())  # a net on the meta device
-            if isinstance(module, LanguageModel):
-                net, named = module.net, module.named_net()
-            names = {parameter: name for name, parameter in named.items()}
+            reshard(module)  # the optimizer must get FSDP's shards, not the full weights
+            # Otherwise it is a net on the meta device.
+            net = module.net if isinstance(module, LanguageModel) else module
+            names = {parameter: name for name, parameter in net.named_parameters()}
             keys = inspect.signature(make_groups).parameters.keys() & options.keys()
             own = {key: options.pop(key) for key in keys}
             own |= {key: peak_lr(cfg, batch, lr) for key, lr in own.items() if key.endswith("_lr")}

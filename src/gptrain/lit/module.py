@@ -19,7 +19,6 @@ from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, s
 from gptrain.models.attention import layout_argument
 from gptrain.parallel.base import Batch, Parallel
 from gptrain.parallel.requirements import Net
-from gptrain.parallel.state import reshard
 
 
 class LanguageModel(pl.LightningModule):
@@ -201,15 +200,6 @@ class LanguageModel(pl.LightningModule):
                 metric.reset()
         self._eval_sums = {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
-
-    def named_net(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the net that this rank holds, by their names in a checkpoint.
-
-        A tied parameter appears once, under its first name. There is no communication. Frees full
-        weights that FSDP has gathered.
-        """
-        reshard(self.net)
-        return dict(self.net.named_parameters())
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer of the config group `optimizer` for the parameters of a module.

@@ -50,16 +50,6 @@ def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if not name.startswith(NET)}
 
 
-def saved_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters of a module that this rank holds, by their names in a checkpoint.
-
-    A tied parameter appears once, under its first name. There is no communication. Frees the full
-    weights that FSDP has gathered.
-    """
-    reshard(module)
-    return {saved_name(name): parameter for name, parameter in module.named_parameters()}
-
-
 def optimizer_state(
     parameters: Parameters, optimizer: Optimizer, stage_group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:

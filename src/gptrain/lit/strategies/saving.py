@@ -53,11 +53,12 @@ class SavingStrategy(Strategy):
         Tied weights appear once. In a pipeline the dict has the parameters of this rank's stage
         only, and those of the module outside its net. Frees full weights that FSDP has gathered.
         """
-        return states.saved_parameters(self.module)
+        states.reshard(self.module)
+        return {states.saved_name(name): p for name, p in self.module.named_parameters()}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict: its tensors, or this rank's shards, without a copy."""
-        self.saved_parameters()  # frees weights that FSDP has gathered
+        states.reshard(self.module)
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
