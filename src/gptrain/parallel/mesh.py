@@ -141,19 +141,17 @@ def _wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> No
         time.sleep(0.02)
 
 
-def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:
+def wait_for_rank_0(finish: Callable[[], None], rank: int) -> None:
     """Call `finish` on rank 0 only, and return on all ranks when it has returned.
 
     All ranks call it, once, at the end of the run: a second call would not wait. Waiting ranks take
-    part in no collective. They also return if rank 0 has exited, or if `timeout_s` have passed.
+    part in no collective. They also return if rank 0 has exited, or after `LONG_PHASE_S`.
     Errors of `finish` are raised on rank 0.
     """
-    name = "rank 0 has finished"
-    if rank == 0:
-        after_rank_0(finish, rank, timeout_s, name)
-    else:
-        with suppress(RuntimeError, TimeoutError):
-            after_rank_0(bool, rank, timeout_s, name)  # calls nothing
+    ignored = () if rank == 0 else (RuntimeError, TimeoutError)
+    with suppress(*ignored):
+        # bool does nothing on the ranks that have waited
+        after_rank_0(finish if rank == 0 else bool, rank, LONG_PHASE_S, "rank 0 has finished")
 
 
 def from_rank_0(value: T) -> T:

@@ -172,8 +172,7 @@ class Checkpoints(Checkpoint):
             return
         with self.guard.during("mirror", LONG_PHASE_S):
             # The update also copies what an earlier, killed start did not copy.
-            rank = trainer.global_rank
-            wait_for_rank_0(lambda: mirror.update(self.store).result(), rank, LONG_PHASE_S)
+            wait_for_rank_0(lambda: mirror.update(self.store).result(), trainer.global_rank)
 
     def save(self, trainer: Trainer) -> None:
         """Save the current step, unless it is saved already. All ranks must call this method.
