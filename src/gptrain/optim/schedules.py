@@ -27,10 +27,9 @@ def warmup_cosine(
         min_factor: Factor from step `total_steps - 1` on. If the warm-up ends only then or later,
             factor from its end on.
     """
-    if step < warmup_steps:
-        return _warmup(step, warmup_steps, start_factor)
     fraction = _fraction_done(step, warmup_steps, total_steps - 1)
-    return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * fraction)) / 2
+    decay = min_factor + (1 - min_factor) * (1 + math.cos(math.pi * fraction)) / 2
+    return _after_warmup(decay, step, warmup_steps, start_factor)
 
 
 def warmup_linear(
@@ -40,9 +39,8 @@ def warmup_linear(
 
     The arguments are those of `warmup_cosine`.
     """
-    if step < warmup_steps:
-        return _warmup(step, warmup_steps, start_factor)
-    return 1 - (1 - min_factor) * _fraction_done(step, warmup_steps, total_steps - 1)
+    decay = 1 - (1 - min_factor) * _fraction_done(step, warmup_steps, total_steps - 1)
+    return _after_warmup(decay, step, warmup_steps, start_factor)
 
 
 def warmup_stable_decay(
@@ -64,10 +62,9 @@ def warmup_stable_decay(
         decay_steps: Number of steps of the decay, which ends at step `total_steps - 1`. A decay
             that would begin within the warm-up begins at its end.
     """
-    if step < warmup_steps:
-        return _warmup(step, warmup_steps, start_factor)
     decay_start = max(warmup_steps, total_steps - 1 - decay_steps)
-    return 1 - (1 - min_factor) * _fraction_done(step, decay_start, total_steps - 1)
+    decay = 1 - (1 - min_factor) * _fraction_done(step, decay_start, total_steps - 1)
+    return _after_warmup(decay, step, warmup_steps, start_factor)
 
 
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
@@ -75,7 +72,7 @@ def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> flo
 
     The factor rises from `start_factor` at step 0 to 1 at step `warmup_steps`.
     """
-    return _warmup(step, warmup_steps, start_factor) if step < warmup_steps else 1.0
+    return _after_warmup(1.0, step, warmup_steps, start_factor)
 
 
 def constant(step: int) -> float:
@@ -83,9 +80,11 @@ def constant(step: int) -> float:
     return 1.0
 
 
-def _warmup(step: int, warmup_steps: int, start_factor: float) -> float:
-    """Return the factor within the warm-up: a line from `start_factor` to 1 at `warmup_steps`."""
-    return start_factor + (1 - start_factor) * step / warmup_steps
+def _after_warmup(factor: float, step: int, warmup_steps: int, start_factor: float) -> float:
+    """Return a line from `start_factor` to 1 within the warm-up, and `factor` from its end on."""
+    if step < warmup_steps:
+        return start_factor + (1 - start_factor) * step / warmup_steps
+    return factor
 
 
 def _fraction_done(step: int, start: int, end: int) -> float:
