@@ -95,8 +95,7 @@ class Decoder(nn.Module):
             self.norm = make_norm()
             self.head = nn.Linear(self.d_model, self.vocab_size, bias=False)
         device = torch.get_default_device()
-        if device.type != "meta":
-            self.to_empty(device=device)
+        self.to_empty(device=device)
         if self.tie_head:
             self.head.weight = self.token_embedding.weight
         if device.type != "meta":
