@@ -59,7 +59,10 @@ def make_net_on(
     for name, parameter in net.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype)
         cast(Any, net).init_parameter(name, full)
-        _copy_from_full(parameter, full)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            full = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
+        local_shard(parameter.detach()).copy_(local_shard(full.detach()))
     return net
 
 
@@ -73,15 +76,6 @@ def allocate(net: nn.Module, device: torch.device | str) -> None:
     for second, first in tied.items():
         owner, _, name = second.rpartition(".")
         setattr(net.get_submodule(owner), name, net.get_parameter(first))
-
-
-@torch.no_grad()
-def _copy_from_full(target: Tensor, full: Tensor) -> None:
-    """Copy a full tensor into `target`, or only this rank's shard if `target` is a DTensor."""
-    if isinstance(target, DTensor):
-        full, mesh = full.detach(), target.device_mesh
-        full = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
-    local_shard(target).copy_(local_shard(full))
 
 
 def local_shard(tensor: Tensor) -> Tensor:
