@@ -55,8 +55,6 @@ class StepMean:
         self._group = group if group is not None and group.size() > 1 else None
         self._n_ranks = 1 if self._group is None else self._group.size()
         self._divisor = torch.ones((), dtype=sum_dtype(device), device=device)
-        self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
-        self.losses: dict[int, Tensor] = {}  # of each micro-batch, whose closure may run again
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
         """Begin a step: empty `losses`, and compute the divisor. Collective over the data ranks.
@@ -68,8 +66,8 @@ class StepMean:
         """
         total = self._all_reduce(torch.full_like(self._divisor, n_targets))
         self._divisor = total.clamp(min=1) / (self._n_ranks * n_micro_batches)
-        self._n_targets = None
-        self.losses = {}
+        self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
+        self.losses: dict[int, Tensor] = {}  # of each micro-batch, whose closure may run again
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
         """Count the targets of a loss of this step, and return the divisor of its sum, a scalar.
