@@ -4,7 +4,6 @@ Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054 (stage 3); Zhao et al.
 arXiv:2304.11277.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,18 +26,16 @@ def wrap_in_ddp(module: nn.Module, device_ids: Any, options: DDPOptions) -> nn.M
     step. `device_ids` is an argument of DistributedDataParallel.
     """
     keys = DDPOptions.model_fields.keys() - StrategyOptions.model_fields.keys() - {"comm_hook"}
-    arguments: dict[str, Any] = {key: getattr(options, key) for key in keys}
-    model = DistributedDataParallel(module, device_ids, **arguments)
+    model = DistributedDataParallel(module, device_ids, **options.model_dump(include=keys))
     model.broadcast_buffers = False  # torch 2.13 renamed the argument, but not this attribute
-    hooks: dict[str, Callable] = {
-        # torch allows bf16_compress_hook, which it knows by its name, with NCCL only.
-        "bf16": lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket),
-        "fp16": default_hooks.fp16_compress_hook,
-    }
-    if options.comm_hook == "powersgd":
+    if options.comm_hook == "bf16":
+        # torch allows this hook, which it knows by its name, with NCCL only.
+        compress = default_hooks.bf16_compress_hook
+        model.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
+    elif options.comm_hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif options.comm_hook == "powersgd":
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    elif options.comm_hook != "none":
-        model.register_comm_hook(None, hooks[options.comm_hook])
     return model
 
 
