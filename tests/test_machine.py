@@ -75,14 +75,14 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
         strategy = ManyRanks(Parallel())
-        place = RankEnvironment(Process(rank, rank, machine.world_size), machine.n_local)
+        place = RankEnvironment(Process(rank, rank, machine.world_size))
         off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = pl.Trainer(
             **place_options(machine, strategy) | {"plugins": [place]}, **dict.fromkeys(off, False),
         )  # fmt: skip
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices, trainer.node_rank) == (2, 2, 0)
-    places = [RankEnvironment(Process(rank, rank % 2, 6), 2) for rank in range(6)]
+    places = [RankEnvironment(Process(rank, rank % 2, 6, n_nodes=3)) for rank in range(6)]
     assert [place.node_rank() for place in places] == [0, 0, 1, 1, 2, 2]
     assert [place.local_rank() for place in places] == [0, 1] * 3
 

@@ -103,7 +103,7 @@ def place_options(devices: RunDevices, strategy: Strategy | str) -> dict[str, An
         "devices": 1 if is_gpu else devices.n_local,
         "num_nodes": devices.n_nodes,
         "strategy": strategy,
-        "plugins": [RankEnvironment(this_process(), devices.n_local)],
+        "plugins": [RankEnvironment(this_process())],
     }
 
 

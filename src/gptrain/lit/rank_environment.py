@@ -12,13 +12,11 @@ class RankEnvironment(TorchElasticEnvironment):
     of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`.
 
     Args:
-        process: Rank and world size of this process.
-        n_local: Number of ranks on each node.
+        process: Rank of this process, and numbers of ranks and nodes.
     """
 
-    def __init__(self, process: Process, n_local: int):
+    def __init__(self, process: Process):
         self._process = process
-        self._n_local = n_local
 
     def world_size(self) -> int:
         """Return the number of ranks of the job."""
@@ -34,7 +32,7 @@ class RankEnvironment(TorchElasticEnvironment):
 
     def node_rank(self) -> int:
         """Return the number of this process's node, from 0."""
-        return self._process.rank // self._n_local
+        return self._process.rank // (self._process.world_size // self._process.n_nodes)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Do nothing: accept any number of devices."""
