@@ -96,11 +96,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @rank_zero_only
     def discard_after(self, step: int) -> None:
         """Make TensorBoard hide the points after `step`, the number of optimizer steps done."""
-        from tensorboard.compat.proto import event_pb2
+        # The generated protobuf module has no type stubs.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # ty: ignore[missing-module-member]
 
-        proto: Any = event_pb2  # the generated protobuf module has no type stubs
-        start = proto.SessionLog(status=proto.SessionLog.START)
-        self.experiment._get_file_writer().add_event(proto.Event(step=step + 1, session_log=start))
+        start = SessionLog(status=SessionLog.START)
+        self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
 
     @rank_zero_only
     def save(self) -> None:
