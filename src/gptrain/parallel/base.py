@@ -134,19 +134,15 @@ class Parallel:
         self.is_partitioned = self._shards or not {DATA}.issuperset(self.axes)
         self._mesh: Any = build_mesh(self.device.type, self.dims) if self.axes else None
         self._shard_mesh = build_shard_mesh(self._mesh, self.dims) if self._shards else None
-        self.data_group = self._group_along(DATA)
+        self.data_group = self._mesh.get_group(DATA) if self.axes else None
         if self.axes and not self.is_partitioned:  # DDP's own group, without another communicator
             self.data_group = dist.group.WORLD
         # Ranks that average their gradients: those of the data and the context axes.
         is_shared = CONTEXT in self.axes and self._shard_mesh is not None
         self._gradient_group: Any = self._shard_mesh.get_group() if is_shared else self.data_group
         self._finds_unused = getattr(self.options, "find_unused_parameters", True)
-        is_split = TENSOR in self.axes  # the rows of the head
-        self._chunked_loss: Any = vocab_parallel_loss if is_split else chunked_loss_sum
-
-    def _group_along(self, axis: str) -> Any:
-        """Return this rank's group along an axis of the mesh, such as "data"; None if `single`."""
-        return None if self._mesh is None else self._mesh.get_group(axis)
+        # A tensor axis divides the rows of the head.
+        self._chunked_loss: Any = vocab_parallel_loss if TENSOR in self.axes else chunked_loss_sum
 
     # Partitioning, while the net is built
 
@@ -177,7 +173,7 @@ class Parallel:
         if TENSOR in self.axes:
             apply_tensor_parallel(net, self._mesh)
         if CONTEXT in self.axes:
-            apply_context_parallel(net, self._group_along(CONTEXT))
+            apply_context_parallel(net, self._mesh.get_group(CONTEXT))
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Prepare this object and the optimizer for the steps, once module and optimizer are built.
@@ -239,7 +235,7 @@ class Parallel:
         """
         tokens, targets, documents = batch
         layout: dict[str, Any] = layout_argument(documents)
-        group = self._group_along(CONTEXT) if CONTEXT in self.axes else None
+        group = self._mesh.get_group(CONTEXT) if CONTEXT in self.axes else None
         if group is not None:
             part = part_layout(tokens, group, **layout)
             # The targets were shifted before they are divided, so the target of a part's last
@@ -330,7 +326,7 @@ class Parallel:
             self._used.clear()
             check_use(is_used, self._gradient_group, self._finds_unused)
         if TENSOR in self.axes:
-            sum_gradients(self.partial_parameters, self._group_along(TENSOR))
+            sum_gradients(self.partial_parameters, self._mesh.get_group(TENSOR))
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average gradients over `_gradient_group`. Collective. Errors as in `finish_gradients`."""

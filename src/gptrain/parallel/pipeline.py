@@ -54,7 +54,7 @@ class Pipeline(Parallel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.stage_group = self._group_along(PIPELINE)
+        self.stage_group = self._mesh.get_group(PIPELINE)
         self._rank = self._mesh.get_local_rank(PIPELINE)
         self._last = self.dims.pipeline - 1
         self.microbatches = count_microbatches(self.options.microbatches, self.dims.pipeline)
@@ -63,7 +63,6 @@ class Pipeline(Parallel):
             # pipelines, one pipeline for each rank of the data axis.
             ends = self._mesh.mesh[[0, -1], :, 0, 0].T.tolist()
             self._ends_group, _ = dist.new_subgroups_by_enumeration(ends)
-        self._loss: _Loss  # loss function of the current run of a schedule
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
     def _split(self, net: Net) -> None:
@@ -183,7 +182,7 @@ class Pipeline(Parallel):
         # An evaluation may have a batch that is not divisible by the number of microbatches.
         microbatches = self.microbatches if training else gcd(len(tokens), self.microbatches)
         schedule = self._schedule(training, microbatches, tokens.shape, tokens.device)
-        self._loss = loss
+        self._loss = loss  # the schedule calls it
         losses: list[Tensor] = []
         inputs = (tokens.contiguous(),) if self._rank == 0 else ()  # torch 2.11 compares strides
         outputs = {"target": targets, "losses": losses} if self._rank == self._last else {}
