@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gptrain.parallel.requirements import IncompatibleModelError
+from gptrain.parallel.tensor import wrap_methods
 
 _aten = torch.ops.aten
 # Matrix multiplications and attention are nearly all of a block's FLOPs. Norms, GELU, dropout and
@@ -61,6 +62,4 @@ def apply_compile(net: nn.Module, mode: str) -> None:
             # FSDP's hooks run around `forward` and are not compiled.
             block.forward = torch.compile(block.forward)
     elif mode == "model":
-        for name in ("forward", "hidden"):  # the chunked loss calls `hidden`
-            if hasattr(net, name):
-                setattr(net, name, torch.compile(getattr(net, name)))
+        wrap_methods(net, torch.compile)

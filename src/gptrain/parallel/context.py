@@ -25,7 +25,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import Net
-from gptrain.parallel.tensor import gather_sequence, pad_layout
+from gptrain.parallel.tensor import gather_sequence, pad_layout, wrap_methods
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ def apply_context_parallel(net: Net, group: dist.ProcessGroup) -> None:
     for name, attention in net.named_modules():
         if any(fnmatch(name, pattern) for pattern in net.context_plan):
             attention.exchange = exchange
-    for name in ("forward", "hidden"):
-        if hasattr(net, name):
-            setattr(net, name, partial(_run_part, getattr(net, name), group))
+    wrap_methods(net, lambda method: partial(_run_part, method, group))
 
 
 def _run_part(method, group: dist.ProcessGroup, tokens: Tensor, cache=None, layout=None) -> Tensor:

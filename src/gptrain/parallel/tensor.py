@@ -65,9 +65,14 @@ def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
         if role_class is not None:
             module.__class__ = _mixed_class(role_class, type(module))
             module.tensor_group = group
-    net.forward = partial(_without_padding, net.forward, group.size())
-    if hasattr(net, "hidden"):
-        net.hidden = partial(_without_padding, net.hidden, group.size())
+    wrap_methods(net, lambda method: partial(_without_padding, method, group.size()))
+
+
+def wrap_methods(net: Net, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace `forward` of a net, and `hidden` if the net has it, by the result of `wrap`."""
+    for name in ("forward", "hidden"):  # the chunked loss calls `hidden`
+        if hasattr(net, name):
+            setattr(net, name, wrap(getattr(net, name)))
 
 
 def partial_parameters(net: Net) -> list[nn.Parameter]:
