@@ -89,8 +89,7 @@ def part_layout(
     part_length = -(-n_tokens // group.size())
     place = torch.arange(part_length, device=tokens.device) + group.rank() * part_length  # (t,)
     index, is_padding = place.clamp(max=n_tokens - 1), place >= n_tokens
-    if layout is None:
-        return PartLayout(index, index=index, is_padding=is_padding)
+    layout = layout or SequenceLayout(torch.arange(n_tokens, device=tokens.device))
     layout = pad_layout(layout, group.size())
     positions = layout.positions[..., place]
     return PartLayout(
