@@ -251,7 +251,7 @@ def _scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
     return functional.wait_tensor(_reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
 
 
-def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, *args, **kwargs) -> Tensor:
+def vocab_parallel_loss(hidden: Tensor, head_weight: DTensor, *args, **kwargs) -> Tensor:
     """Return the sum of the losses under a head whose rows the tensor ranks divide, a scalar.
 
     All ranks of the head's mesh must call it, with the same hidden states and targets, and get the
@@ -263,7 +263,6 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, *args, **kwargs) ->
         head_weight: Weight of the head, (V, D), a DTensor that is sharded by rows.
         args, kwargs: Further arguments of `loss.chunked_loss_sum`: the targets, and the options.
     """
-    assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
     operations = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
     cross_entropy = partial(
