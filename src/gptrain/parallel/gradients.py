@@ -25,9 +25,8 @@ def sum_gradients(
         return
     device = _communication_device(gradients[0])
     vectors = [local_shard(gradient) for gradient in gradients if gradient.ndim < 2]
-    messages = [vectors] if vectors else []
-    messages += [[local_shard(gradient)] for gradient in gradients if gradient.ndim >= 2]
-    for message in messages:
+    matrices = [[local_shard(gradient)] for gradient in gradients if gradient.ndim >= 2]
+    for message in filter(None, (vectors, *matrices)):
         flat = torch.cat([part.flatten() for part in message]).to(device)
         dist.all_reduce(flat, group=group)
         flat /= divisor
