@@ -196,6 +196,9 @@ def first_value(item: Override) -> str:
 def run_job(job: Job, schema: type[RunConfig], cfg: DictConfig) -> float | None:
     """Run one job of a sweep and return its objective. A finished job is not run again.
 
+    A job is finished if its folder holds a run that is done, with the same overrides, except those
+    that `from_run` leaves out.
+
     Raises:
         JobFailedError: After an error, which was printed. Hydra raises it again after all jobs.
         SystemExit: After a request to stop, which ends the sweep.
@@ -206,37 +209,23 @@ def run_job(job: Job, schema: type[RunConfig], cfg: DictConfig) -> float | None:
     typed: Any = OmegaConf.to_container(node.overrides.task)  # references stay as they are
     print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
     try:
-        if finished := find_finished(folder, typed):
-            return finished.metrics.get(cfg.objective)
+        for run in runs.read_runs([folder]):  # the folder may be empty
+            before = {word for word in run.overrides if not is_left_out(word)}
+            if run.is_done and before == {word for word in typed if not is_left_out(word)}:
+                text = f"{folder.name}: finished earlier, its result is reused"
+                print(labels.line("done", text), flush=True)
+                return run.metrics.get(cfg.objective)
         return job(check(cfg, schema))
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         code = report(error, bool(cfg.debug))
         if isinstance(error, ConfigError) and not any(folder.iterdir()):
-            record_refusal(folder, typed, code, first_line(error))
+            # Record the refused job, for the table of the sweep.
+            (folder / ".hydra").mkdir()
+            (folder / ".hydra" / "overrides.yaml").write_text(OmegaConf.to_yaml(typed))
+            write_status(folder, cause="refused", exit_code=code, message=first_line(error))
         if code in errors.ENDS_SWEEP:  # after an Exception, Hydra would run the next job
             raise SystemExit(code) from error
         raise JobFailedError(code, first_line(error)) from error
-
-
-def find_finished(folder: Path, words: list[str]) -> runs.RunRecord | None:
-    """Return and announce the finished run in the folder of a job, or None if the job has to run.
-
-    The overrides of the run are `words`, the job's, except those that `from_run` leaves out.
-    """
-    for run in runs.read_runs([folder]):  # the folder may be empty
-        before, now = ({w for w in each if not is_left_out(w)} for each in (run.overrides, words))
-        if run.is_done and before == now:
-            text = f"{folder.name}: finished earlier, its result is reused"
-            print(labels.line("done", text), flush=True)
-            return run
-    return None
-
-
-def record_refusal(folder: Path, words: list[str], code: int, message: str) -> None:
-    """Record a job whose config was refused, and its overrides `words`, for the sweep's table."""
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "overrides.yaml").write_text(OmegaConf.to_yaml(words))
-    write_status(folder, cause="refused", exit_code=code, message=message)
 
 
 def report_sweep(folder: Path) -> None:

@@ -4,8 +4,6 @@ They may name any class that is installed here. So a run that this user did not 
 unless `trust=true` is typed.
 """
 
-from collections.abc import Mapping
-
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gptrain.checkpoints.signature import read_record
@@ -25,33 +23,26 @@ def expand(typed: list[str]) -> list[str]:
     """Return the overrides of the run in `from_run`, if it is typed, and the typed overrides.
 
     A typed key replaces the run's override of the same key, and a typed `~key` removes it. Keys in
-    NOT_TAKEN are not taken. Raises a ConfigError if the run is missing or not to be trusted.
+    NOT_TAKEN are not taken. Raises a ConfigError if the run is missing, or neither signed nor
+    trusted, and an UnreadableFileError if its overrides are no YAML.
     """
     values = {key_of(word): word.partition("=")[2] for word in typed}
     if values.get("from_run", "") in ("", "null"):
         return typed
     with open_hydra(typed):  # a value that Hydra cannot read is an error of the key
         (run,) = OverridesParser.create().parse_overrides([f"from_run={values['from_run']}"])
-    saved = [w for w in read_overrides(str(run.value()), values) if not is_left_out(w)]
-    kept = [word for word in saved if key_of(word) not in values]
-    done = {f"~{key_of(word)}" for word in saved}  # removed an override of the run
-    return [*kept, *(word for word in typed if word not in done)]
-
-
-def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a run.
-
-    Raises a ConfigError if they are missing, or neither signed nor trusted, and an
-    UnreadableFileError if they are no YAML.
-    """
+    folder = str(run.value())
     file = expand_home(folder) / ".hydra" / "overrides.yaml"
     if not file.is_file():
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)
     words, is_signed = read_record(file)
-    if not is_signed and typed.get("trust", "").lower() != "true":
+    if not is_signed and values.get("trust", "").lower() != "true":
         message = "not signed by you on this machine; its config can run any code"
         raise ConfigError.of("from_run", folder, message, hint="trust=true")
-    return [str(word) for word in words]
+    saved = [word for word in map(str, words) if not is_left_out(word)]
+    kept = [word for word in saved if key_of(word) not in values]
+    done = {f"~{key_of(word)}" for word in saved}  # removed an override of the run
+    return [*kept, *(word for word in typed if word not in done)]
 
 
 def is_left_out(word: str) -> bool:
