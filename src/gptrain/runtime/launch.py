@@ -226,31 +226,25 @@ def prepare_start(
     training resumes from its newest checkpoint, whatever `ckpt_path` was typed. The second value
     is the result of `earlier_seconds`.
     """
-    hydra = cast(Any, HydraConfig.get())
-    configure_log(hydra.job_logging, hydra.verbose)  # a file of the log is opened under the lock
+    composed = cast(Any, HydraConfig.instance().cfg)
+    # A file of the log is opened under the lock.
+    configure_log(composed.hydra.job_logging, composed.hydra.verbose)
     if is_restart() and cfg.task == "fit" and resume_facts(cfg)["checkpoint"]:
         cfg = cfg.changed({"ckpt_path": "last"})
     checkpoint = find_checkpoint(cfg, lock)
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     phase_s = earlier_seconds(cfg.run_dir, lock.run_id, checkpoint) if checkpoint else {}
     (Path(cfg.run_dir) / status.STATUS_NAME).unlink(missing_ok=True)  # of an earlier start
-    keep_config(cfg)
-    locations.report_to_fit(folder=str(cfg.run_dir))
-    return cfg, phase_s
-
-
-def keep_config(cfg: RunConfig) -> None:
-    """Write Hydra's record of a run to .hydra/ in its folder, and sign it.
-
-    Hydra would write it before the folder is locked, over the record of another run.
-    """
+    # Hydra would write its record before the folder is locked, over the record of another run.
     folder = Path(cfg.run_dir) / ".hydra"
     folder.mkdir(exist_ok=True)
-    hydra = cast(Any, HydraConfig.instance().cfg)
-    records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    overrides = composed.hydra.overrides.task
+    records = {"config": cfg.plain(), "hydra": composed, "overrides": overrides}
     for name, record in records.items():
         files.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
     sign_record(cfg.run_dir)
+    locations.report_to_fit(folder=str(cfg.run_dir))
+    return cfg, phase_s
 
 
 def report_ending(
