@@ -116,7 +116,7 @@ def _build_callbacks(
     """Build the callbacks of the `callbacks` group and those that every run has.
 
     TrainingMonitor comes first: it checks the step before the others see it. Checkpoints comes
-    last, because it saves the state of all others.
+    last, because it saves the state of all others. The run folder must have been locked.
     """
     nodes = cfg.callbacks.items()
     own = [build_target(node.node(), f"callbacks.{name}") for name, node in nodes if node]
@@ -126,7 +126,12 @@ def _build_callbacks(
     is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
     checkpoints = None
     if is_fit and cfg.checkpoint.name != "none":
-        checkpoints = _build_checkpoints(cfg, lengths, guard, train)
+        folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
+        store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
+        facts = identity(cfg) | {"warmup_steps": phase_steps(cfg, "warmup", lengths)}
+        facts["data"] = getattr(train, "fingerprint", None)
+        mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
+        checkpoints = Checkpoints(store, facts, cfg.checkpoint, cfg.objective, mirror, guard)
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
@@ -138,15 +143,3 @@ def _build_callbacks(
         seed=cfg.seed + 1,
     )
     return [part for part in (monitor, *own, checkpoints) if part is not None]
-
-
-def _build_checkpoints(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Any
-) -> Checkpoints:
-    """Build the callback that saves checkpoints. The run folder must have been locked."""
-    folder, rank = Path(cfg.run_dir) / CHECKPOINTS_NAME, this_process().rank
-    store = CheckpointStore(folder, read_run_id(cfg.run_dir) or None, rank=rank, gather=gather)
-    facts = identity(cfg) | {"warmup_steps": phase_steps(cfg, "warmup", lengths)}
-    facts["data"] = getattr(train, "fingerprint", None)
-    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    return Checkpoints(store, facts, cfg.checkpoint, cfg.objective, mirror, guard)
