@@ -180,13 +180,12 @@ def write_tokens(
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     end = np.array([tokenizer.end_id] if has_end else [], dtype)
     context = end if has_end else tokenizer.encode("\n").astype(dtype)
-    n_tokens = [0, 0]  # by is_val
     n_checked = 0  # characters
     digest = hashlib.sha256()
 
     def write(tokens: np.ndarray, is_val: bool, ends_part: bool) -> None:
-        n_tokens[is_val] += len(tokens)
-        ends = np.array([n_tokens[is_val]] if ends_part else [], _ENDS_TYPE)
+        n_tokens = files[is_val][0].tell() // dtype.itemsize + len(tokens)
+        ends = np.array([n_tokens] if ends_part else [], _ENDS_TYPE)
         for file, content in zip(files[is_val], (tokens, ends), strict=True):
             file.write(content.tobytes())
             digest.update(content.tobytes())

@@ -7,6 +7,7 @@ import hashlib
 import random
 import warnings
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class BatchDataset(Dataset, Sized):
         return tuple(item[0] for item in self.__getitems__([index]))
 
 
+@dataclass(eq=False)
 class Samples(Dataset):
     """Samples of a user's dataset by index. Other attributes are those of the dataset.
 
@@ -50,12 +52,12 @@ class Samples(Dataset):
     """
 
     dataset: Any = None  # an object that is unpickled has no attribute of its own yet
+    name: str = "data"
+    samples: Any = field(default=None, kw_only=True)
+    are_dicts: bool = field(default=False, init=False)
 
-    def __init__(self, dataset: Any, name: str, samples: Any = None):
-        self.dataset = dataset
-        self.name = name
-        self.samples = dataset if samples is None else samples
-        self.are_dicts = False
+    def __post_init__(self) -> None:
+        self.samples = self.dataset if self.samples is None else self.samples
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self.dataset, attribute)
@@ -79,6 +81,7 @@ class Samples(Dataset):
         return pair_of(sample, f"{self.name}: sample {index}") if self.are_dicts else sample
 
 
+@dataclass(eq=False)
 class BatchReader(Samples):
     """Dataset for a DataLoader that reads whole batches and checks them.
 
@@ -92,14 +95,9 @@ class BatchReader(Samples):
             and on the place of the batch in the run only.
     """
 
-    def __init__(
-        self, dataset: Any, name: str = "data", n_positions: int | None = None,
-        vocab_size: int | None = None, seed: int = 0,
-    ):  # fmt: skip
-        super().__init__(dataset, name)
-        self.n_positions = n_positions
-        self.vocab_size = vocab_size
-        self.seed = seed
+    n_positions: int | None = None
+    vocab_size: int | None = None
+    seed: int = 0
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return the samples of a batch as a tuple or a dict of stacked tensors.
@@ -198,10 +196,9 @@ def has_documents(batch: Any) -> bool:
 
     `documents` is the index of the document of each token. The three have one shape.
     """
-    if not isinstance(batch, tuple) or len(batch) != 3:
-        return False
-    items = [item for item in batch if isinstance(item, Tensor) and item.dtype == torch.int64]
-    return len(items) == 3 and items[0].shape == items[1].shape == items[2].shape
+    parts = batch if isinstance(batch, tuple) else ()
+    items = [item for item in parts if isinstance(item, Tensor) and item.dtype == torch.int64]
+    return len(items) == len(parts) == 3 and items[0].shape == items[1].shape == items[2].shape
 
 
 def find_targets(batch: Any) -> Tensor | None:

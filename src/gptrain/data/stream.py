@@ -53,7 +53,7 @@ class StreamDataset(Samples):
             raise DataError(f"{name}: {message}; needed: an object whose __iter__ begins again")
         self.part = dataset
         state = self._state()
-        super().__init__(dataset, name, list(islice(dataset, 1)))
+        super().__init__(dataset, name, samples=list(islice(dataset, 1)))
         if not self.samples:
             raise DataError(f"{name}: the stream has no sample")
         if state is not None:
@@ -145,7 +145,7 @@ def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
         raise DataError(f"{name}: a {type(dataset).__name__} has no __len__ and __getitem__")
     if name == "data.train":
         return StreamDataset(dataset, name)
-    return Samples(dataset, name, list(islice(dataset, n_samples)))
+    return Samples(dataset, name, samples=list(islice(dataset, n_samples)))
 
 
 def split_by_rank(stream: Any, rank: int, world_size: int) -> Any:

@@ -70,10 +70,9 @@ def quote_text(word: str) -> str:
     A value that begins as a list or a quoted text is unchanged, as are all other words.
     """
     key, equals, value = word.partition("=")
-    is_text = equals and key in ("prompt", "stop")
-    if not is_text or value.startswith(("[", "'", '"')):
-        return word
-    return f"{key}={quoted(value)}"
+    if equals and key in ("prompt", "stop") and not value.startswith(("[", "'", '"')):
+        return f"{key}={quoted(value)}"
+    return word
 
 
 def generate(cfg: GenerateRun) -> None:

@@ -106,25 +106,23 @@ class ChatFormat:
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         """Return the text of messages, with the beginning of an answer if it is asked for."""
-        values: dict[str, Any] = {"tools": None, "documents": None, **self.tokenizer.special_tokens}
-        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        flags = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
-            return self._template.render(values)
+            return self._template.render(self.tokenizer.special_tokens, messages=messages, **flags)
         except Exception as error:  # a template may call anything that its messages do not have
             raise DataError(f"the chat template refuses these messages: {error}") from None
 
 
 def _compile(template: str) -> Any:
     """Compile a Jinja template with the functions that transformers gives to a chat template."""
-    from jinja2 import TemplateError  # a requirement of torch; imported only for a conversation
-    from jinja2.ext import loopcontrols
+    from jinja2 import TemplateError, ext  # required by torch; imported only for a conversation
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
-    environment: Any = ImmutableSandboxedEnvironment(extensions=[loopcontrols], **options)
+    environment: Any = ImmutableSandboxedEnvironment(extensions=[ext.loopcontrols], **options)
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
