@@ -4,8 +4,6 @@ The kernel frees the lock (`filelock`) when its holder dies, however it dies, an
 worker does not hold it. The identity of the run is in a file of its own, which stays.
 """
 
-from __future__ import annotations
-
 import errno
 import uuid
 from pathlib import Path
@@ -42,7 +40,7 @@ class RunLock:
         self.run_dir = Path(run_dir)
         self._lock = FileLock(self.run_dir / LOCK_NAME, timeout=wait_s)
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> "RunLock":
         """Lock the folder, read or create `run_id`, and return this lock.
 
         The folder is created if missing. Use it before any file of the run is opened, also before

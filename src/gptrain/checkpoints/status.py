@@ -34,7 +34,6 @@ class PreemptedError(BaseException):
     def __init__(self, step: int | None = None) -> None:
         result = "there was nothing to save" if step is None else f"saved at step {step}"
         super().__init__(f"asked to stop: {result}")
-        self.step = step
 
 
 class RefusedStepError(RunError):

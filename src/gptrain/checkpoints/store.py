@@ -150,13 +150,12 @@ class CheckpointStore:
         out.
         """
         sign = {"min": 1, "max": -1}[mode]
-        scored = []
+        values = {}
         for path in self.paths():
             with suppress(DamagedCheckpointError):
-                value = manifest.read_manifest(path).metrics.get(monitor)
-                if value is not None:
-                    scored.append((sign * value, path))
-        return [path for _, path in sorted(scored)]
+                values[path] = manifest.read_manifest(path).metrics.get(monitor)
+        known = {path: sign * value for path, value in values.items() if value is not None}
+        return sorted(known, key=known.__getitem__)
 
     def best(self, monitor: str, mode: str = "min") -> Path | None:
         """Return the folder of the first intact checkpoint of `ranking`, or None if that is empty.

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.core.small_files import open_regular
@@ -37,9 +36,8 @@ Key = tuple[str, str, Index]  # kind, such as MODEL, name and first index of a s
 def shard_of(tensor: Tensor) -> tuple[Tensor, Index]:
     """Return the values that this rank holds of a tensor, and the first index of them."""
     if isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, tensor.placements
-        _, first = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        return tensor.to_local().detach(), tuple(first)
+        (chunk,) = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint calls it
+        return tensor.to_local().detach(), tuple(chunk.offsets)
     return tensor.detach(), (0,) * tensor.ndim
 
 
