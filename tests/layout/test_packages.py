@@ -95,6 +95,6 @@ def count_code_lines(path: Path) -> int:
 
 def test_the_library_stays_small():
     lines = sum(map(count_code_lines, modules()))
-    assert lines <= 9_642, f"{lines} lines of code in src/gptrain; only a new feature may add some"
+    assert lines <= 9_616, f"{lines} lines of code in src/gptrain; only a new feature may add some"
     long = [path for path in modules() if count_code_lines(path) > 300]
     assert not long, long
