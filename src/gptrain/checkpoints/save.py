@@ -94,8 +94,7 @@ class Save:
             torch.save(rest, self._rest)
             self._rest.seek(0)
             if foreign := get_unsafe_globals_in_checkpoint(self._rest):
-                text = "in the state of a callback or of the module; allowed: tensors, plain values"
-                raise TypeError(f"{foreign[0]} {text}")
+                raise TypeError(f"a state holds {foreign[0]}; allowed: tensors, plain values")
         if in_background:
             own.update({key: shard.to("cpu", copy=True) for key, shard in own.items()})
 

@@ -15,8 +15,6 @@ from gptrain.lit.lightning import epoch_results, load_epoch_results, resume_sche
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-# Lightning's entries that are not saved. Hyperparameters may be objects of any class.
-REMOVED = ("loops", "hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
 STATE = ("rng", "dims", "logged", "frozen", "epoch_results")  # keys of add_state
 
 
@@ -28,9 +26,7 @@ def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     parameters that are not trained) and `epoch_results` (that function's result on each rank). All
     ranks must call this function.
     """
-    # Counters that depend on the hook in which the checkpoint is saved, and what the config has.
-    for key in REMOVED:
-        checkpoint.pop(key, None)
+    del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     parameters = strategy_of(trainer).saved_parameters().items()
     frozen = [name for name, parameter in parameters if not parameter.requires_grad]
     own = capture(trainer.strategy.root_device), epoch_results(trainer), frozen

@@ -22,6 +22,10 @@ from gptrain.parallel.base import Parallel
 from gptrain.parallel.mesh import gather
 from gptrain.parallel.requirements import tied_names
 
+# Entries of Lightning with what `save_hyperparameters` has found: objects of any class, often the
+# net. The config of the run has them.
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
+
 
 class SavingStrategy(Strategy):
     """Mixin for Lightning's strategies that saves and loads checkpoints of gptrain.
@@ -81,6 +85,8 @@ class SavingStrategy(Strategy):
                 checkpoint["optimizer_states"] = [each.state_dict() for each in self.optimizers]
             super().save_checkpoint(checkpoint, filepath)
             return
+        for key in _HYPERPARAMETERS:
+            checkpoint.pop(key, None)
         further, named = tied_names(self.module), checkpoint.pop("state_dict").items()
         tensors = {MODEL: {states.saved_name(n): t for n, t in named if n not in further}}
         for state in checkpoint.get("optimizer_states", ()):
