@@ -36,7 +36,7 @@ Key = tuple[str, str, Index]  # kind, such as MODEL, name and first index of a s
 def shard_of(tensor: Tensor) -> tuple[Tensor, Index]:
     """Return the values that this rank holds of a tensor, and the first index of them."""
     if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()  # as torch.distributed.checkpoint calls it
+        (chunk,) = tensor.__create_chunk_list__()  # torch.distributed.checkpoint calls it, too
         return tensor.to_local().detach(), tuple(chunk.offsets)
     return tensor.detach(), (0,) * tensor.ndim
 

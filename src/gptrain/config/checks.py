@@ -57,7 +57,8 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """
     run = typed(values := plain(cfg), schema)
     problems = [*check_rules(run)]
-    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # with references
+    # References in the words stay as they are.
+    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
     if schema.expands_run and run.from_run and "from_run" not in map(key_of, words):
         problems.append(problem(run, "from_run", "has an effect on the command line only"))
     if schema is RunConfig and not problems:  # a command with keys of its own makes no run

@@ -35,7 +35,8 @@ FINGERPRINT_NAME = "sha256"
 # increase it.
 FORMAT = 7
 _ENDS_TYPE = "<i8"
-_CHECKED_CHARS = 2**20  # from the beginning of a corpus, for characters that the tokenizer loses
+# Length of the beginning of a corpus in which characters that the tokenizer loses are looked for.
+_CHECKED_CHARS = 2**20
 _BATCH_PIECES = 64  # pieces that are tokenized in one call, at most 768 Ki characters
 
 

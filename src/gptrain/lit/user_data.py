@@ -90,7 +90,7 @@ class UserData(Dataset):
         effect = "a resume within an epoch starts its order again, ranks may evaluate samples twice"
         batch = self.lengths.batch
         n_left = self._n_samples // (batch.batch_size * batch.data_parallel_size) % batch.accumulate
-        if n_left and self._n_samples < UNKNOWN_LENGTH:
+        if n_left and batch.global_batch_size < self._n_samples < UNKNOWN_LENGTH:
             effect += f", the last {n_left} batches of an epoch fill no step and are not read"
         return f"{type(self.module).__name__} · not exact: {effect}"
 
